@@ -1,0 +1,155 @@
+"""The public functions: check the input, choose a backend, recompute what left the range of the number format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flash_inside import reference, scaled
+from flash_inside.packing import Layout
+from flash_inside.rules import Rules, check_inputs, upcast
+
+BACKENDS = ("auto", "torch", "reference")
+PRECISIONS = tuple(scaled.PRECISIONS)
+
+
+@dataclass
+class Statistics:
+    """Pass one to `inside` or `span_marginals` to count; it adds up over calls."""
+
+    sentences: int = 0
+    recomputed: int = 0  # left the range of the number format and were computed again, in fp64
+    recomputed_in_log_space: int = 0  # ... of these, left the range of fp64 as well
+
+
+def inside(
+    rules: Rules,
+    emissions: Tensor,
+    lengths: Tensor | Sequence[int],
+    precision: str = "fp32",
+    backend: str = "auto",
+    statistics: Statistics | None = None,
+) -> Tensor:
+    """Natural log marginal probability of every sentence: [B], fp64 for precision "fp64", else fp32.
+
+    rules       probabilities, see `Rules`
+    emissions   [sum(lengths), P] log p(word | preterminal), sentences packed one after another
+    lengths     number of words of each sentence, any mix
+    precision   "fp64" | "fp32" (true fp32, never TF32) | "tf32" (on a device without TF32: fp32) | "bf16"
+    backend     "torch" (scaled linear space, any device) | "reference" (log space, slow) | "auto" (= "torch")
+
+    Differentiable (once) in root, left, right and emissions. A sentence the grammar cannot generate has -inf and a zero
+    gradient. A sentence whose numbers leave the range of the format is recomputed, so it is right for any rules.
+    """
+    lengths = _check(rules, emissions, lengths, precision, backend)
+    if statistics is not None:
+        statistics.sentences += len(lengths)
+    if not lengths:  # a rank without data: no sentence, but still connected to the graph
+        return emissions.sum(1).to(_result_type(precision))
+    if backend == "reference":
+        return reference.inside(rules, emissions, lengths, _result_type(precision))
+    if rules.per_sentence:
+        parts = zip(range(len(lengths)), emissions.split(lengths), lengths, strict=True)
+        scores = [
+            _scaled_inside(rules.of_sentence(b), words, [length], precision, statistics) for b, words, length in parts
+        ]
+        return torch.cat(scores)
+    return _scaled_inside(rules, emissions, lengths, precision, statistics)
+
+
+def span_marginals(
+    rules: Rules,
+    emissions: Tensor,
+    lengths: Tensor | Sequence[int],
+    precision: str = "fp32",
+    backend: str = "auto",
+    statistics: Statistics | None = None,
+) -> list[Tensor]:
+    """Posterior probability of every span: a table [l+1, l+1] a sentence, entry (i, j), i < j, for the words i..j-1.
+
+    The entries of a sentence of l words sum to 2l - 1. A sentence the grammar cannot generate has all zeros.
+    """
+    lengths = _check(rules, emissions, lengths, precision, backend)
+    if statistics is not None:
+        statistics.sentences += len(lengths)
+    if backend == "reference":
+        return reference.span_marginals(rules, emissions, lengths, _result_type(precision))
+    if rules.per_sentence:
+        tables = []
+        for b, words in enumerate(emissions.split(lengths)):
+            tables += _scaled_span_marginals(rules.of_sentence(b), words, [lengths[b]], precision, statistics)
+        return tables
+    return _scaled_span_marginals(rules, emissions, lengths, precision, statistics) if lengths else []
+
+
+def _scaled_inside(
+    rules: Rules, emissions: Tensor, lengths: list[int], precision: str, statistics: Statistics | None
+) -> Tensor:
+    """fp64 range for what left the range of the asked precision, log space for what left that too."""
+    log_z, trusted, _ = scaled.inside(rules, emissions, Layout(lengths), precision)
+    doubtful = _doubtful(trusted)
+    if doubtful:
+        part_emissions, part_lengths = _select(emissions, lengths, doubtful)
+        if precision == "fp64":
+            _count(statistics, log_space=len(doubtful))
+            again = reference.inside(rules, part_emissions, part_lengths)
+        else:
+            _count(statistics, fp64=len(doubtful))
+            wide_rules = Rules(*(upcast(tensor) for tensor in rules))
+            again = _scaled_inside(wide_rules, upcast(part_emissions), part_lengths, "fp64", statistics)
+        index = torch.tensor(doubtful, device=log_z.device)
+        log_z = log_z.index_put((index,), again.to(log_z.dtype))
+    return log_z
+
+
+def _scaled_span_marginals(
+    rules: Rules, emissions: Tensor, lengths: list[int], precision: str, statistics: Statistics | None
+) -> list[Tensor]:
+    layout = Layout(lengths)
+    with torch.no_grad():
+        result = scaled.inside(rules, emissions, layout, precision)
+        tables = layout.square_tables(result.posterior)
+        doubtful = _doubtful(result.trusted)
+        if doubtful:
+            part_emissions, part_lengths = _select(emissions, lengths, doubtful)
+            if precision == "fp64":
+                _count(statistics, log_space=len(doubtful))
+                again = reference.span_marginals(rules, part_emissions, part_lengths)
+            else:
+                _count(statistics, fp64=len(doubtful))
+                again = _scaled_span_marginals(rules, part_emissions, part_lengths, "fp64", statistics)
+            for sentence, table in zip(doubtful, again, strict=True):
+                tables[sentence] = table.to(tables[sentence].dtype)
+    return tables
+
+
+def _doubtful(trusted: Tensor) -> list[int]:
+    return (~trusted).nonzero().flatten().tolist()
+
+
+def _select(emissions: Tensor, lengths: list[int], sentences: list[int]) -> tuple[Tensor, list[int]]:
+    parts = emissions.split(lengths)
+    return torch.cat([parts[sentence] for sentence in sentences]), [lengths[sentence] for sentence in sentences]
+
+
+def _count(statistics: Statistics | None, fp64: int = 0, log_space: int = 0) -> None:
+    if statistics is not None:
+        statistics.recomputed += fp64
+        statistics.recomputed_in_log_space += log_space
+
+
+def _check(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int], precision: str, backend: str) -> list[int]:
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not available: use one of {', '.join(BACKENDS)}")
+    if backend == "reference" and precision not in ("fp64", "fp32"):
+        raise ValueError(f"the reference backend computes in fp64 or fp32, not {precision}")
+    return check_inputs(rules, emissions, lengths)
+
+
+def _result_type(precision: str) -> torch.dtype:
+    return torch.float64 if precision == "fp64" else torch.float32

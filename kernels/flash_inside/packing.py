@@ -1,0 +1,93 @@
+"""Where the chart row of a span lives when sentences of any lengths are packed without padding.
+
+Sentences are sorted by decreasing length, so that those alive at width w (length >= w) are a prefix. The rows of one
+width are consecutive, which makes the product with the rules ONE matrix product per width over all sentences:
+
+    row(w, b, i) = offset[w] + prefix[b] - b (w - 1) + i          b: sorted sentence, i: first word of the span
+
+with prefix[b] the words of the earlier sentences, offset[1] = 0, offset[w+1] = offset[w] + rows of width w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Layout:
+    """Rows of the packed chart of some sentences. All index arrays are int64."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self.order = sorted(range(len(lengths)), key=lambda sentence: -lengths[sentence])  # stable
+        self.lengths = np.array([lengths[sentence] for sentence in self.order], dtype=np.int64)  # [B], decreasing
+        self.prefix = np.cumsum(self.lengths) - self.lengths  # [B]
+        self.words = int(self.lengths.sum())
+        self.longest = int(self.lengths[0])
+        widths = range(1, self.longest + 1)
+        #: alive[w] sentences have a span of width w; index 0 is unused
+        self.alive = [0] + [int((self.lengths >= width).sum()) for width in widths]
+        rows = [int((self.lengths[: self.alive[width]] - width + 1).sum()) for width in widths]
+        #: offset[w] is the first row of width w; offset[longest + 1] the number of rows
+        self.offset = np.array([0, 0, *accumulate(rows)], dtype=np.int64)
+        self.rows = int(self.offset[-1])
+        # The word of the caller's packing at each leaf row: [words]
+        first_word = np.cumsum(lengths) - np.asarray(lengths)  # caller's order
+        self.leaf_word = np.concatenate(
+            [np.arange(first_word[b], first_word[b] + lengths[b], dtype=np.int64) for b in self.order]
+        )
+
+    def span_rows(self, width: int) -> slice:
+        return slice(int(self.offset[width]), int(self.offset[width + 1]))
+
+    def spans(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sorted sentence b and first word i of every span of this width, in row order: two arrays [R]."""
+        counts = self.lengths[: self.alive[width]] - width + 1
+        sentence = np.repeat(np.arange(len(counts)), counts)
+        position = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return sentence, position
+
+    def splits(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the left and right part of every split of every span of this width: two arrays [R, width - 1].
+
+        For one width no row occurs twice in either array (a left part fixes its width, sentence and first word, a
+        right part its width, sentence and last word), so adding at these rows has no conflicts.
+        """
+        sentence, position = (array[:, None] for array in self.spans(width))
+        start = self.prefix[sentence] + position  # [R, 1]
+        left_width = np.arange(1, width)[None, :]  # [1, width - 1]
+        right_width = width - left_width
+        left = self.offset[left_width] + start - sentence * (left_width - 1)
+        right = self.offset[right_width] + start + left_width - sentence * (right_width - 1)
+        return left, right
+
+    def sentence_of_rows(self) -> np.ndarray:
+        """Sorted sentence of every row of the chart: [rows]."""
+        return np.concatenate([self.spans(width)[0] for width in range(1, self.longest + 1)])
+
+    def tops(self) -> np.ndarray:
+        """Row of the whole sentence for every sorted sentence: [B]."""
+        sentence = np.arange(len(self.lengths))
+        return self.offset[self.lengths] + self.prefix - sentence * (self.lengths - 1)
+
+    def unsort(self, values: Tensor) -> Tensor:
+        """From sorted sentences to the caller's order, along the first dimension."""
+        inverse = torch.empty(len(self.order), dtype=torch.int64)
+        inverse[torch.tensor(self.order)] = torch.arange(len(self.order))
+        return values[inverse.to(values.device)]
+
+    def square_tables(self, row_values: Tensor) -> list[Tensor]:
+        """One value a row -> a table [l+1, l+1] a sentence, in the caller's order; entry (i, j) is span i..j."""
+        tables = [row_values.new_zeros(int(length) + 1, int(length) + 1) for length in self.lengths]
+        for width in range(1, self.longest + 1):
+            values = row_values[self.span_rows(width)]
+            counts = (self.lengths[: self.alive[width]] - width + 1).tolist()
+            for table, part in zip(tables, values.split(counts), strict=False):  # tables of dead sentences are left out
+                table.diagonal(width).copy_(part)
+        result: list[Tensor] = [row_values] * len(tables)
+        for table, sentence in zip(tables, self.order, strict=True):
+            result[sentence] = table
+        return result

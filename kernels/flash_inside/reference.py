@@ -1,0 +1,134 @@
+"""The inside algorithm as one would write it on a blackboard, in log space: the truth the fast backends are held to.
+
+    log beta_ij[A] = logsumexp over splits k of  log eta_ik[A] + log zeta_kj[A]
+    log eta_ij[A]  = logsumexp over children B of  log left[A, B] + log beta_ij[B]         (zeta: right)
+
+Slow, but exact in range: nothing underflows. Differentiable by autograd. -inf stands for probability zero throughout,
+and every operation here gives -inf a zero gradient instead of NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_inside.rules import Rules, upcast
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+def inside(rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Sentence log marginals [B] in `dtype` (fp64 or fp32)."""
+    scores = [
+        _inside_of_sentence(rules.of_sentence(b), words, dtype, span_scores=None)
+        for b, words in enumerate(emissions.split(lengths))
+    ]
+    # Every input stays connected, so that what no tree of the batch uses has a zero gradient and not none.
+    connection = sum(tensor.sum() for tensor in rules) + emissions.nan_to_num(neginf=0.0).sum()
+    return torch.stack(scores) + 0.0 * connection.to(dtype)
+
+
+def span_marginals(
+    rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """Posterior of every span: the derivative of log Z by a score added to log beta of that span."""
+    tables = []
+    with torch.enable_grad():
+        fixed = Rules(*(tensor.detach() for tensor in rules))
+        for b, words in enumerate(emissions.detach().split(lengths)):
+            span_scores = torch.zeros(lengths[b] + 1, lengths[b] + 1, dtype=dtype, device=words.device).requires_grad_()
+            log_z = _inside_of_sentence(fixed.of_sentence(b), words, dtype, span_scores)
+            if log_z == NEGATIVE_INFINITY:  # no tree, so no posterior: all zero
+                tables.append(torch.zeros_like(span_scores))
+            else:
+                tables.append(torch.autograd.grad(log_z, span_scores)[0])
+    return [table.detach() for table in tables]
+
+
+def _inside_of_sentence(rules: Rules, words: Tensor, dtype: torch.dtype, span_scores: Tensor | None) -> Tensor:
+    """log Z of one sentence. words: [l, P] log-emissions; span_scores: [l+1, l+1] added to log beta, or None."""
+    length, n = words.shape[0], rules.nonterminals
+    if dtype == torch.float64:
+        root, left, right = (upcast(tensor) for tensor in rules)
+        words = upcast(words)
+    else:
+        root, left, right = (tensor.to(dtype) for tensor in rules)
+        words = words.to(dtype)
+    log_root, log_left, log_right = safe_log(root), safe_log(left), safe_log(right)
+
+    def add_span_scores(log_beta: Tensor, width: int) -> Tensor:
+        """log_beta: [spans of this width, symbols]."""
+        return log_beta if span_scores is None else log_beta + span_scores.diagonal(width)[:, None]
+
+    # log_eta[w-1], log_zeta[w-1]: [l-w+1, N] for the spans of width w, by first word
+    leaves = add_span_scores(words, 1)  # [l, P]
+    log_eta = [log_matmul(leaves, log_left[:, n:])]
+    log_zeta = [log_matmul(leaves, log_right[:, n:])]
+    if length == 1:
+        if root.shape[0] == n:  # a nonterminal never emits a word
+            return root.new_full((), NEGATIVE_INFINITY)
+        return log_sum_exp(log_root[n:] + leaves[0], dim=0)
+
+    log_beta = leaves
+    for width in range(2, length + 1):
+        spans = length - width + 1
+        splits = [
+            log_eta[part - 1][:spans] + log_zeta[width - part - 1][part : part + spans] for part in range(1, width)
+        ]  # each [spans, N]
+        log_beta = add_span_scores(log_sum_exp(torch.stack(splits), dim=0), width)
+        if width < length:
+            log_eta.append(log_matmul(log_beta, log_left[:, :n]))
+            log_zeta.append(log_matmul(log_beta, log_right[:, :n]))
+    return log_sum_exp(log_root[:n] + log_beta[0], dim=0)
+
+
+def safe_log(probabilities: Tensor) -> Tensor:
+    """log p, with -inf and a zero gradient where p is 0 (the derivative by log p is the expected count: zero)."""
+    positive = probabilities > 0
+    return torch.where(positive, probabilities, 1.0).log().masked_fill(~positive, NEGATIVE_INFINITY)
+
+
+def log_sum_exp(values: Tensor, dim: int) -> Tensor:
+    """logsumexp that has a zero gradient, not NaN, where everything is -inf."""
+    largest = values.detach().amax(dim, keepdim=True)
+    largest = torch.where(largest == NEGATIVE_INFINITY, 0.0, largest)
+    return safe_log((values - largest).exp().sum(dim)) + largest.squeeze(dim)
+
+
+def log_matmul(rows: Tensor, log_weight: Tensor) -> Tensor:
+    """out[r, a] = logsumexp_b(rows[r, b] + log_weight[a, b]): [R, S], [A, S] -> [R, A]."""
+    return _LogMatmul.apply(rows, log_weight)
+
+
+class _LogMatmul(torch.autograd.Function):
+    """Works through blocks of R, recomputed in the backward, so that R x A x S never exists as a whole."""
+
+    LARGEST_BLOCK = 1 << 24  # elements
+
+    @staticmethod
+    def _blocks(rows: Tensor, log_weight: Tensor) -> list[slice]:
+        step = max(1, _LogMatmul.LARGEST_BLOCK // max(1, log_weight.numel()))
+        return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, log_weight: Tensor) -> Tensor:
+        out = rows.new_empty(rows.shape[0], log_weight.shape[0])
+        for block in _LogMatmul._blocks(rows, log_weight):
+            out[block] = torch.logsumexp(rows[block, None, :] + log_weight[None], dim=-1)
+        ctx.save_for_backward(rows, log_weight, out)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        rows, log_weight, out = ctx.saved_tensors
+        d_rows, d_weight = torch.zeros_like(rows), torch.zeros_like(log_weight)
+        finite_out = torch.where(out == NEGATIVE_INFINITY, 0.0, out)  # exp(-inf - 0) = 0 instead of NaN
+        for block in _LogMatmul._blocks(rows, log_weight):
+            posterior = (rows[block, None, :] + log_weight[None] - finite_out[block, :, None]).exp_()
+            posterior *= gradient[block, :, None]
+            d_rows[block] = posterior.sum(1)
+            d_weight += posterior.sum(0)
+        return d_rows, d_weight

@@ -1,0 +1,90 @@
+"""The tensors of a simple PCFG, and the checks that every backend relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rules(NamedTuple):
+    """Rule probabilities of a simple PCFG with N nonterminals and P preterminals.
+
+    root   [N] or [N+P]   probabilities of S -> A; with [N+P] also of S -> T, so that one-word sentences are possible
+    left   [N, N+P]       left[A, B] = probability of the left child B given the parent A; rows sum to 1;
+                          columns: the N nonterminals, then the P preterminals
+    right  [N, N+P]       the same for the right child
+
+    A leading dimension [B, ...] on all three means one grammar per sentence (compound models).
+    """
+
+    root: Tensor
+    left: Tensor
+    right: Tensor
+
+    @property
+    def per_sentence(self) -> bool:
+        return self.left.dim() == 3
+
+    @property
+    def nonterminals(self) -> int:
+        return self.left.shape[-2]
+
+    @property
+    def preterminals(self) -> int:
+        return self.left.shape[-1] - self.left.shape[-2]
+
+    def of_sentence(self, sentence: int) -> Rules:
+        """The grammar of one sentence: its own, or the common one."""
+        return Rules(*(tensor[sentence] for tensor in self)) if self.per_sentence else self
+
+
+def check_inputs(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int]) -> list[int]:
+    """Refuse what cannot be meant, in one line each; return the lengths as a list of Python integers."""
+    if isinstance(lengths, Tensor):
+        if lengths.dtype.is_floating_point or lengths.dim() != 1:
+            raise ValueError(
+                f"lengths must be a vector of integers, not {lengths.dtype} of shape {list(lengths.shape)}"
+            )
+        lengths = lengths.tolist()
+    lengths = [int(length) for length in lengths]
+    if any(length < 1 for length in lengths):
+        raise ValueError("every sentence needs at least one word: a length below 1 was given")
+
+    n, p, batch_dims = rules.nonterminals, rules.preterminals, rules.left.dim() - 2
+    if batch_dims not in (0, 1) or rules.right.shape != rules.left.shape or n < 1 or p < 1:
+        raise ValueError(
+            f"left and right must both be [N, N+P] or [B, N, N+P], not {list(rules.left.shape)} "
+            f"and {list(rules.right.shape)}"
+        )
+    if rules.root.shape[:-1] != rules.left.shape[:-2] or rules.root.shape[-1] not in (n, n + p):
+        raise ValueError(
+            f"root must end in {n} or {n + p} entries for left {list(rules.left.shape)}, not {list(rules.root.shape)}"
+        )
+    if rules.per_sentence and rules.left.shape[0] != len(lengths):
+        raise ValueError(f"{rules.left.shape[0]} grammars for {len(lengths)} sentences: one each is needed")
+    if emissions.shape != (sum(lengths), p):
+        raise ValueError(
+            f"emissions must be [{sum(lengths)}, {p}] (words of all sentences, P), not {list(emissions.shape)}"
+        )
+    devices = {tensor.device for tensor in (*rules, emissions)}
+    if len(devices) > 1:
+        raise ValueError(f"rules and emissions must be on one device, not on {sorted(map(str, devices))}")
+    if not all(tensor.dtype.is_floating_point for tensor in (*rules, emissions)):
+        raise ValueError("rules and emissions must be floating-point tensors")
+    return lengths
+
+
+def upcast(tensor: Tensor) -> Tensor:
+    """To fp64, with a backward that cannot overflow on the way back to a smaller type.
+
+    The derivative by a probability is (expected count) / probability: for a needed rule of probability 1e-40 it is
+    finite in fp64 and infinite in fp32. It is clamped to a sixty-fourth of the largest number of the smaller type.
+    """
+    wide = tensor.to(torch.float64)
+    if wide.requires_grad and tensor.dtype != torch.float64:
+        limit = torch.finfo(tensor.dtype).max / 64
+        wide.register_hook(lambda gradient: gradient.clamp(-limit, limit))
+    return wide

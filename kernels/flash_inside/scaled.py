@@ -1,0 +1,310 @@
+"""The inside algorithm in scaled linear space on packed sentences: plain PyTorch, any device.
+
+A row of the chart holds linear values and a natural-log scale each for beta, eta and zeta (the derivation is in
+kernels/README.md; a tilde marks a stored value):
+
+    eta~ = eta / mL, tL = t + log mL      mL = max over A;    zeta~, mR, tR likewise
+    c_ikj = exp(tL_ik + tR_kj - t_ij)
+    beta~_ij = sum_k c_ikj eta~_ik zeta~_kj        t_ij such that the largest entry is 1
+
+One exp per split and plain multiplications per symbol, where log space needs an exp and a log per symbol.
+
+The derivatives D = d log Z / d stored value are computed right after the forward pass, for two reasons: they tell which
+sentences left the range of the number format (see `trusted`), so a wrong log Z is never returned; and eta, zeta can be
+dropped at once. What stays for the backward are beta~ and D (3N values a row); e~ and c are recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_inside.packing import Layout
+from flash_inside.rules import Rules
+
+LARGEST_BLOCK = 1 << 22  # elements of a temporary [rows, splits, N] (measured on a CPU: larger ones leave the cache)
+
+# A value lost below the smallest number of the format (1e-38 in fp32) matters to log Z only if D at its place is of the
+# order of its inverse. Beyond these the sentence must be recomputed. Ten decades of margin.
+LARGEST_TRUSTED_D = {torch.float32: 1e28, torch.float64: 1e298}
+
+
+class Precision(NamedTuple):
+    compute: torch.dtype  # sums, scales of rows, what comes out
+    storage: torch.dtype  # chart rows and operands of the matrix products
+
+
+PRECISIONS = {
+    "fp64": Precision(torch.float64, torch.float64),
+    "fp32": Precision(torch.float32, torch.float32),
+    "tf32": Precision(torch.float32, torch.float32),
+    "bf16": Precision(torch.float32, torch.bfloat16),
+}
+
+
+class Result(NamedTuple):
+    log_z: Tensor  # [B] compute dtype, differentiable
+    trusted: Tensor  # [B] bool: False = outside the range of the number format, recompute
+    posterior: Tensor  # [rows] of the layout: posterior probability of every span
+
+
+def inside(rules: Rules, emissions: Tensor, layout: Layout, precision: str) -> Result:
+    """Log marginals in the caller's order. The gradient of a sentence that is not trusted is zero."""
+    root, left, right = rules
+    log_z, trusted, posterior = _ScaledInside.apply(root, left, right, emissions, layout, precision)
+    return Result(log_z, trusted, posterior)
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """fp32 means fp32: TF32 products only where they were asked for, whatever the process-wide setting is."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def product(a: Tensor, b: Tensor, compute: torch.dtype) -> Tensor:
+    """a @ b with operands in the storage type, accumulated and returned in the compute type."""
+    if a.dtype == compute:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=compute)
+    return a.to(compute) @ b.to(compute)
+
+
+@dataclass
+class _Weights:
+    """[left; right] as ordinary linear-layer weights, in the storage type."""
+
+    children: Tensor  # [2N, N]   nonterminal children
+    leaves: Tensor  # [2N, P]   preterminal children
+    root: Tensor  # [N] or [N+P], compute type
+
+    @classmethod
+    def of(cls, rules: Rules, precision: Precision) -> _Weights:
+        both = torch.cat((rules.left, rules.right)).to(precision.storage)  # [2N, N+P]
+        n = rules.nonterminals
+        return cls(both[:, :n].contiguous(), both[:, n:].contiguous(), rules.root.to(precision.compute))
+
+
+class _Chart:
+    """Forward pass. Rows are those of the layout; scales are fp64, because fp32 scales cap the accuracy at 1e-6."""
+
+    def __init__(self, weights: _Weights, emissions: Tensor, layout: Layout, precision: Precision):
+        self.weights, self.layout, self.precision = weights, layout, precision
+        self.n = weights.children.shape[1]
+        self._split_rows: dict[int, list[Tensor]] = {}
+        device, rows = emissions.device, layout.rows
+        self.leaf_word = torch.from_numpy(layout.leaf_word).to(device)
+        self.eta_zeta = torch.empty(rows, 2, self.n, dtype=precision.storage, device=device)  # eta~, zeta~
+        self.largest = torch.empty(rows, 2, 1, dtype=precision.compute, device=device)  # mL, mR
+        self.beta = torch.empty(rows - layout.words, self.n, dtype=precision.storage, device=device)  # widths > 1
+        self.scale = torch.empty(rows, dtype=torch.float64, device=device)  # t
+        self.child_scale = torch.empty(rows, 2, dtype=torch.float64, device=device)  # tL, tR
+
+        leaves, self.scale[: layout.words] = leaf_values(emissions, self.leaf_word, precision)
+        self._store_children(1, product(leaves, weights.leaves.T, precision.compute))
+        for width in range(2, layout.longest + 1):
+            self._split_sum(width)
+            self._store_children(width, product(self.beta_rows(width), weights.children.T, precision.compute))
+
+    def beta_rows(self, width: int) -> Tensor:
+        rows = self.layout.span_rows(width)
+        return self.beta[rows.start - self.layout.words : rows.stop - self.layout.words]
+
+    def splits(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Blocks of the spans of a width: rows, left part rows [r, k], right part rows [r, k], log scales [r, k]."""
+        if width not in self._split_rows:  # made in the forward pass, met again in the derivatives
+            self._split_rows[width] = [
+                torch.from_numpy(part).to(self.scale.device) for part in self.layout.splits(width)
+            ]
+        left, right = self._split_rows[width]
+        log_scale = self.child_scale[:, 0][left] + self.child_scale[:, 1][right]
+        first = self.layout.span_rows(width).start
+        step = max(1, LARGEST_BLOCK // (self.n * (width - 1)))
+        for start in range(0, left.shape[0], step):
+            block = slice(start, min(start + step, left.shape[0]))
+            yield slice(first + block.start, first + block.stop), left[block], right[block], log_scale[block]
+
+    def gather(self, rows: Tensor, side: int) -> Tensor:
+        """eta~ (side 0) or zeta~ (side 1) of a table of rows: [r, k] -> [r, k, N] in the compute type."""
+        return self.eta_zeta[:, side].index_select(0, rows.flatten()).to(self.precision.compute).view(*rows.shape, -1)
+
+    def _split_sum(self, width: int) -> None:
+        for rows, left, right, log_scale in self.splits(width):
+            largest = log_scale.amax(1, keepdim=True)
+            largest.masked_fill_(largest == float("-inf"), 0.0)
+            coefficient = (log_scale - largest).exp().to(self.precision.compute)  # [r, k]
+            products = self.gather(left, 0).mul_(self.gather(right, 1))  # [r, k, N]
+            beta = torch.bmm(coefficient.unsqueeze(1), products).squeeze(1)  # [r, N]
+            # Divided by its maximum, the symbol that dominates a row is 1 and has no rounding error in bf16.
+            divisor = beta.amax(1, keepdim=True)
+            divisor = torch.where(divisor > 0, divisor, 1.0)
+            self.scale[rows] = (largest + divisor.double().log()).squeeze(1)
+            self.beta[rows.start - self.layout.words : rows.stop - self.layout.words] = beta / divisor
+
+    def _store_children(self, width: int, eta_zeta: Tensor) -> None:
+        """Rescale [eta | zeta] of a width, each by its own maximum; an all-zero row gets scale -inf and a divisor 1."""
+        rows = self.layout.span_rows(width)
+        eta_zeta = eta_zeta.view(-1, 2, self.n)
+        largest = eta_zeta.amax(2, keepdim=True)
+        self.child_scale[rows] = self.scale[rows, None] + largest.squeeze(2).double().log()
+        largest = torch.where(largest > 0, largest, 1.0)
+        self.largest[rows] = largest
+        self.eta_zeta[rows] = (eta_zeta / largest).to(self.precision.storage)
+
+
+def leaf_values(emissions: Tensor, leaf_word: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
+    """e~ = exp(emission - max) [words, P] in leaf-row order, and its scale [words]. All -inf: zeros and scale 0."""
+    wide = torch.promote_types(emissions.dtype, precision.compute)
+    rows = emissions.index_select(0, leaf_word).to(wide)
+    scale = rows.amax(1, keepdim=True)
+    scale = torch.where(scale == float("-inf"), 0.0, scale)
+    return (rows - scale).exp().to(precision.storage), scale.squeeze(1).double()
+
+
+class _Derivatives(NamedTuple):
+    children: Tensor  # [rows, 2N] storage type: D_eta~ / mL | D_zeta~ / mR
+    largest: Tensor  # [rows] the largest |D| of the row
+    posterior: Tensor  # [rows]
+
+
+def _derivatives(chart: _Chart, top_rows: Tensor, top_sums: Tensor) -> _Derivatives:
+    """D for an incoming gradient of 1 a sentence, from the widest spans down.
+
+    top_rows: [B] rows of whole sentences, top_sums: [B] root . beta~ (0 = no tree: no gradient).
+    """
+    layout, weights, compute, n = chart.layout, chart.weights, chart.precision.compute, chart.n
+    rows, device = layout.rows, chart.scale.device
+    # The rows of wider spans add to these: for one width no row is met twice, so the sums have one fixed order.
+    totals = torch.zeros(rows, 2, n, dtype=compute, device=device)
+    largest = torch.empty(rows, dtype=compute, device=device)
+    posterior = torch.empty(rows, dtype=compute, device=device)
+    per_sentence = torch.where(top_sums > 0, 1.0 / top_sums, 0.0)  # [B]
+
+    for width in range(layout.longest, 0, -1):
+        here = layout.span_rows(width)
+        totals[here] /= chart.largest[here]
+        largest[here] = totals[here].abs().flatten(1).amax(1)
+        if width == 1:
+            break
+        d_beta = product(totals[here].to(chart.precision.storage).flatten(1), weights.children, compute)  # [R, N]
+        longer, ending = layout.alive[width + 1] if width < layout.longest else 0, layout.alive[width]
+        if ending > longer:  # sentences of exactly this length get the gradient of the top
+            d_beta.index_add_(
+                0, top_rows[longer:ending] - here.start, per_sentence[longer:ending, None] * weights.root[:n]
+            )
+        largest[here] = torch.maximum(largest[here], d_beta.abs().amax(1))
+        posterior[here] = (chart.beta_rows(width).to(compute) * d_beta).sum(1)
+        for block, left, right, log_scale in chart.splits(width):
+            coefficient = (log_scale - chart.scale[block, None]).exp().to(compute)  # [r, k]
+            flow = coefficient.unsqueeze(2) * d_beta[block.start - here.start : block.stop - here.start].unsqueeze(1)
+            totals[:, 0].index_add_(0, left.flatten(), (chart.gather(right, 1) * flow).flatten(0, 1))
+            totals[:, 1].index_add_(0, right.flatten(), (chart.gather(left, 0) * flow).flatten(0, 1))
+    return _Derivatives(totals.to(chart.precision.storage).flatten(1), largest, posterior)
+
+
+class _ScaledInside(torch.autograd.Function):
+    """(root, left, right, emissions) -> log Z [B], trusted [B], posterior [rows]; the last two not differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, root: Tensor, left: Tensor, right: Tensor, emissions: Tensor, layout: Layout, precision_name: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        precision = PRECISIONS[precision_name]
+        rules, device = Rules(root, left, right), emissions.device
+        n, words = rules.nonterminals, layout.words
+        with matmul_precision(precision_name):
+            weights = _Weights.of(rules, precision)
+            chart = _Chart(weights, emissions, layout, precision)
+
+            # root . beta~ of every sorted sentence; the one-word ones are the last and use e~ and the preterminal part
+            top_rows = torch.from_numpy(layout.tops()).to(device)  # [B]
+            longer = layout.alive[2] if layout.longest > 1 else 0
+            top_sums = torch.zeros(len(layout.lengths), dtype=precision.compute, device=device)
+            tops = chart.beta[top_rows[:longer] - words]  # [longer, N] storage type
+            top_sums[:longer] = tops.to(precision.compute) @ weights.root[:n]
+            one_word = top_rows[longer:]
+            if root.shape[0] > n and len(one_word):
+                leaves, _ = leaf_values(emissions, chart.leaf_word[one_word], precision)
+                top_sums[longer:] = leaves.to(precision.compute) @ weights.root[n:]
+            derivatives = _derivatives(chart, top_rows, top_sums)
+        log_z = top_sums.double().log() + chart.scale[top_rows]
+
+        # What can be believed. A row of an impossible word (all -inf) has child scales -inf.
+        sentence = torch.from_numpy(layout.sentence_of_rows()).to(device)  # [rows]
+        largest = torch.where(top_sums > 0, 1.0 / top_sums, 0.0).scatter_reduce_(
+            0, sentence, derivatives.largest, "amax"
+        )
+        possible = torch.ones_like(top_sums, dtype=torch.bool)
+        emitted = emissions.index_select(0, chart.leaf_word).amax(1) > float("-inf")  # [words]
+        possible[sentence[:words][~emitted]] = False
+        if root.shape[0] == n:
+            possible[longer:] = False
+        in_range = torch.isfinite(top_sums) & (largest <= LARGEST_TRUSTED_D[precision.compute])
+        trusted = torch.where(top_sums > 0, in_range, ~possible)
+        log_z = torch.where(top_sums > 0, log_z, float("-inf")).to(precision.compute)
+
+        believed = (trusted & (top_sums > 0))[sentence]  # [rows]
+        posterior = torch.where(believed, derivatives.posterior, 0.0)
+        posterior[:words] = believed[:words].to(posterior.dtype)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(
+                root, left, right, emissions, chart.beta, derivatives.children, top_rows, top_sums, trusted
+            )
+            ctx.layout, ctx.precision_name = layout, precision_name
+        results = layout.unsort(log_z), layout.unsort(trusted), posterior
+        ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_log_z: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:
+        root, left, right, emissions, beta, d_children, top_rows, top_sums, trusted = ctx.saved_tensors
+        layout, precision = ctx.layout, PRECISIONS[ctx.precision_name]
+        rules, words = Rules(root, left, right), layout.words
+        n, compute = rules.nonterminals, precision.compute
+        order = torch.tensor(layout.order, device=d_log_z.device)
+        gradient = torch.where(trusted & (top_sums > 0), d_log_z[order].to(compute), 0.0)  # [B] sorted
+        sentence = torch.from_numpy(layout.sentence_of_rows()).to(d_log_z.device)
+        # D of an untrusted sentence may be inf or NaN: 0 x inf must not happen, so those rows are cleared.
+        weighted = (d_children.to(compute) * gradient[sentence, None]).masked_fill_(~trusted[sentence, None], 0.0)
+        weighted = weighted.to(precision.storage)  # [rows, 2N]
+
+        with matmul_precision(ctx.precision_name):
+            weights = _Weights.of(rules, precision)
+            leaf_word = torch.from_numpy(layout.leaf_word).to(d_log_z.device)
+            leaves, _ = leaf_values(emissions, leaf_word, precision)
+            d_leaf_weights = product(weighted[:words].T, leaves, compute)  # [2N, P]
+            d_weights = product(weighted[words:].T, beta, compute)  # [2N, N]: ONE product over all spans
+            d_leaf_rows = product(weighted[:words], weights.leaves, compute)  # [words, P]
+
+        per_sentence = torch.where(top_sums > 0, gradient / top_sums, 0.0)  # [B]
+        longer = layout.alive[2] if layout.longest > 1 else 0
+        tops = beta[top_rows[:longer] - words].to(compute)
+        d_root = torch.zeros_like(weights.root)
+        d_root[:n] = per_sentence[:longer] @ tops
+        one_word = top_rows[longer:]
+        if root.shape[0] > n and len(one_word):
+            d_root[n:] = per_sentence[longer:] @ leaves[one_word].to(compute)
+            d_leaf_rows[one_word] += per_sentence[longer:, None] * weights.root[n:]
+
+        d_emissions = torch.empty_like(d_leaf_rows)
+        d_emissions[leaf_word] = d_leaf_rows * leaves.to(compute)
+        d_both = torch.cat((d_weights, d_leaf_weights), dim=1)  # [2N, N+P]
+        return (
+            d_root.to(root.dtype),
+            d_both[:n].to(left.dtype),
+            d_both[n:].to(right.dtype),
+            d_emissions.to(emissions.dtype),
+            None,
+            None,
+        )

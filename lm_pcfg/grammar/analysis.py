@@ -1,0 +1,75 @@
+"""What a grammar is like as a whole: does it stop, how long are its sentences, how sharp are its rules."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lm_pcfg.grammar.boundary import Grammar
+
+
+def spectral_radius(grammar: Grammar, iterations: int = 1000, tolerance: float = 1e-10) -> float:
+    """Growth of a branching process: largest eigenvalue of M[A, B] = expected nonterminal children B of A.
+
+    Below 1 (subcritical) every derivation ends and the probabilities of all strings sum to 1; above 1 (supercritical)
+    some derivations never end, and their mass is lost.
+    """
+    n = grammar.rules.nonterminals
+    left, right = grammar.left[:, :n].double(), grammar.right[:, :n].double()
+    # M + 1 has the same eigenvectors and no other eigenvalue of the same size, so that the iteration converges.
+    vector = torch.ones(n, dtype=torch.float64, device=left.device)
+    radius = 0.0
+    for _ in range(iterations):
+        grown = left @ vector + right @ vector + vector
+        size = grown.norm().item()
+        if abs(size - 1.0 - radius) <= tolerance * max(1.0, radius):
+            return size - 1.0
+        radius, vector = size - 1.0, grown / size
+    return radius
+
+
+def finite_mass(grammar: Grammar, iterations: int = 10_000, tolerance: float = 1e-12) -> float:
+    """Probability that a derivation ends: the total mass of all strings, if words are normalised."""
+    n = grammar.rules.nonterminals
+    left, right, root = grammar.left.double(), grammar.right.double(), grammar.root.double()
+    ends = torch.zeros(n, dtype=torch.float64, device=left.device)  # of a derivation from A within so many levels
+    left_words, right_words = left[:, n:].sum(1), right[:, n:].sum(1)
+    for _ in range(iterations):
+        deeper = (left[:, :n] @ ends + left_words) * (right[:, :n] @ ends + right_words)
+        if (deeper - ends).abs().max().item() <= tolerance:
+            break
+        ends = deeper
+    return (root[:n] @ ends + root[n:].sum()).item()
+
+
+def expected_length(grammar: Grammar) -> float:
+    """Mean number of words of a sentence; infinite unless the grammar is subcritical."""
+    if spectral_radius(grammar) >= 1.0:
+        return float("inf")
+    n = grammar.rules.nonterminals
+    both = (grammar.left + grammar.right).double()
+    identity = torch.eye(n, dtype=torch.float64, device=both.device)
+    words = torch.linalg.solve(identity - both[:, :n], both[:, n:].sum(1))  # [N] words below each nonterminal
+    root = grammar.root.double()
+    return (root[:n] @ words + root[n:].sum()).item()
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    """In nats, over the last dimension."""
+    return torch.special.entr(probabilities).sum(-1)
+
+
+def summary(grammar: Grammar) -> dict[str, float]:
+    """Figures that tell early whether symmetry breaks: mean entropies (nats) and effective numbers of symbols."""
+    n = grammar.rules.nonterminals
+    children = (grammar.left.mean(0) + grammar.right.mean(0)) / 2  # [N+P] as used by an average parent
+    preterminal_mass = children[n:].sum()
+    return {
+        "entropy/root": entropy(grammar.root).item(),
+        "entropy/left": entropy(grammar.left).mean().item(),
+        "entropy/right": entropy(grammar.right).mean().item(),
+        "entropy/emission": grammar.emission.entropies().mean().item(),
+        "symbols/effective_nonterminals": entropy(children[:n] / (1 - preterminal_mass)).exp().item(),
+        "symbols/effective_preterminals": entropy(children[n:] / preterminal_mass).exp().item(),
+        "grammar/spectral_radius": spectral_radius(grammar, iterations=100, tolerance=1e-5),
+    }

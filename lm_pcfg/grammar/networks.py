@@ -1,0 +1,53 @@
+"""The small networks of the parameterisations, and how their weights begin."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class ResidualPair(nn.Module):
+    """Res(x) = relu(W2 relu(W1 x + b1) + b2) + x"""
+
+    def __init__(self, dimension: int):
+        super().__init__()
+        self.first = nn.Linear(dimension, dimension)
+        self.second = nn.Linear(dimension, dimension)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.second(torch.relu(self.first(x)))) + x
+
+
+class ResidualLayer(nn.Module):
+    """relu(W x + b) + x"""
+
+    def __init__(self, dimension: int):
+        super().__init__()
+        self.linear = nn.Linear(dimension, dimension)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x)) + x
+
+
+def residual_network(dimension: int, pairs: int) -> nn.Sequential:
+    """A linear layer and some residual pairs."""
+    return nn.Sequential(nn.Linear(dimension, dimension), *(ResidualPair(dimension) for _ in range(pairs)))
+
+
+def initialise(module: nn.Module, scheme: str, tables: dict[str, float | None], generator: torch.Generator) -> None:
+    """Fill every parameter of the module.
+
+    scheme   "xavier_normal" or "xavier_uniform" for every matrix
+    tables   standard deviations of a normal distribution for the named tables, instead of the scheme; None = the scheme
+    Biases are uniform in +-1/sqrt(fan-in), as PyTorch has them: neither the paper nor its code speaks of them.
+    """
+    fill = {"xavier_normal": nn.init.xavier_normal_, "xavier_uniform": nn.init.xavier_uniform_}[scheme]
+    for name, parameter in module.named_parameters():
+        deviation = tables.get(name)
+        if deviation is not None:
+            nn.init.normal_(parameter, std=deviation, generator=generator)
+        elif parameter.dim() > 1:
+            fill(parameter, generator=generator)
+        else:
+            bound = parameter.shape[0] ** -0.5  # all linear layers here are square
+            nn.init.uniform_(parameter, -bound, bound, generator=generator)

@@ -1,0 +1,94 @@
+"""SN-PCFG: the simple neural PCFG of Liu, Yang, Kim and Tu (2023), as the paper writes it and as its code has it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lm_pcfg.grammar.boundary import Emission, Grammar
+from lm_pcfg.grammar.networks import ResidualLayer, initialise, residual_network
+from lm_pcfg.grammar.state_dropout import Kept
+
+
+class SimplePCFG(nn.Module):
+    """Symbol and word embeddings -> a `Grammar`.
+
+    With E the symbol embeddings (nonterminals, then preterminals), s the start embedding, u the output tables:
+
+                    paper (appendix A)                           released (the authors' code)
+        root        softmax(u_A . f1(s)),  f1: Linear, Res, Res  softmax(s . E_A)
+        left        softmax over B of f2(E_B) . f3(E_A)          the same
+        right       softmax over C of f4(E_C) . f3(E_A)          the same
+        emission    softmax over w of u_w . f5(E_T)              the same
+                    f5: Linear, Res, Res                         f5: Linear, Res, Res, Res and an outer skip
+
+    f2, f3, f4 are relu(W x + b) + x;  Res(x) = relu(W2 relu(W1 x + b1) + b2) + x.
+    """
+
+    def __init__(
+        self,
+        *,
+        nonterminals: int,
+        preterminals: int,
+        words: int,
+        dimension: int = 512,
+        parameterization: str = "paper",
+        root_over: str = "all",
+        init: str = "xavier_normal",
+        symbol_deviation: float | None = None,
+        word_deviation: float | None = None,
+        seed: int = 0,
+    ):
+        """init: scheme of the matrices; symbol_deviation, word_deviation: normal(symbols, words) for the tables."""
+        super().__init__()
+        self.nonterminals, self.preterminals = nonterminals, preterminals
+        self.parameterization = parameterization
+        roots = nonterminals + preterminals if root_over == "all" else nonterminals
+        self.roots = roots
+        self.start = nn.Parameter(torch.empty(1, dimension))
+        self.symbols = nn.Parameter(torch.empty(nonterminals + preterminals, dimension))
+        self.words = nn.Parameter(torch.empty(words, dimension))
+        self.left_child = ResidualLayer(dimension)
+        self.right_child = ResidualLayer(dimension)
+        self.parent = ResidualLayer(dimension)
+        if parameterization == "paper":
+            self.root_network = residual_network(dimension, pairs=2)
+            self.root_output = nn.Parameter(torch.empty(roots, dimension))
+            self.emission_network = residual_network(dimension, pairs=2)
+        elif parameterization == "released":
+            self.emission_network = residual_network(dimension, pairs=3)
+        else:
+            raise ValueError(f"unknown parameterization {parameterization!r}: paper or released")
+        tables = {"symbols": symbol_deviation, "start": symbol_deviation, "root_output": symbol_deviation}
+        generator = torch.Generator().manual_seed(seed)
+        initialise(self, init, {**tables, "words": word_deviation}, generator)
+
+    def forward(self, kept: Kept | None = None) -> Grammar:
+        """Every tensor that micro-batches need (under ZeRO 3 a parameter outside of forward is empty).
+
+        With `kept`, a grammar over those symbols only, renumbered in their order.
+        """
+        nonterminals, preterminals = self.symbols.split([self.nonterminals, self.preterminals])
+        root_rows: Tensor | slice = slice(self.roots)
+        if kept is not None:
+            nonterminals, preterminals = nonterminals[kept.nonterminals], preterminals[kept.preterminals]
+            root_rows = kept.nonterminals
+            if self.roots > self.nonterminals:
+                root_rows = torch.cat((kept.nonterminals, kept.preterminals + self.nonterminals))
+        symbols = torch.cat((nonterminals, preterminals))  # [N+P, d]
+
+        parents = self.parent(nonterminals)  # [N, d]
+        left = (parents @ self.left_child(symbols).T).softmax(-1)  # [N, N+P]
+        right = (parents @ self.right_child(symbols).T).softmax(-1)
+
+        features = self.emission_network(preterminals)  # [P, d]
+        if self.parameterization == "paper":
+            root_logits = (self.root_output[root_rows] @ self.root_network(self.start).T).squeeze(1)
+        else:
+            features = features + preterminals
+            root_logits = (self.symbols[root_rows] @ self.start.T).squeeze(1)
+        log_normalizers = torch.logsumexp(features @ self.words.T, dim=1)  # [P]
+        # A copy of the word table: the micro-batches' gradients must reach it through this graph alone.
+        return Grammar(
+            root_logits.softmax(-1), left, right, Emission(features, self.words.view_as(self.words), log_normalizers)
+        )

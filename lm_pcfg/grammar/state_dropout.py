@@ -1,0 +1,29 @@
+"""State dropout: each optimizer step keeps a random subset of the symbols, and the softmaxes run over the kept ones."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Kept(NamedTuple):
+    """Sorted numbers of the symbols that take part in a step."""
+
+    nonterminals: Tensor  # [kept N] of 0..N-1
+    preterminals: Tensor  # [kept P] of 0..P-1
+
+
+def draw_kept(nonterminals: int, preterminals: int, rate: float, *, seed: int, step: int) -> Kept | None:
+    """The subset of a step: a function of (seed, step) alone, so it is the same on every rank. None = all symbols."""
+    if rate <= 0.0:
+        return None
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, step, 0xD809])))
+
+    def subset(size: int) -> Tensor:
+        count = max(1, round(size * (1.0 - rate)))
+        return torch.from_numpy(np.sort(generator.choice(size, count, replace=False)))
+
+    return Kept(subset(nonterminals), subset(preterminals))

@@ -1,0 +1,86 @@
+"""Random simple PCFGs and a brute-force inside algorithm, for the tests of every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flash_inside import Rules
+
+
+def random_rules(
+    n: int, p: int, *, root: str = "all", spread: float = 1.0, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Rules:
+    """Softmax of normal logits with standard deviation `spread`; root over "all" symbols or the "nonterminals"."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def softmax(*shape: int) -> Tensor:
+        return (torch.randn(*shape, dtype=torch.float64, generator=generator) * spread).softmax(-1).to(dtype)
+
+    return Rules(softmax(n + p if root == "all" else n), softmax(n, n + p), softmax(n, n + p))
+
+
+def random_emissions(
+    words: int, p: int, *, spread: float = 1.0, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """[words, P] log-probabilities around exp(-3)."""
+    generator = torch.Generator().manual_seed(seed + 10_000)
+    return (torch.randn(words, p, dtype=torch.float64, generator=generator) * spread - 3).to(dtype)
+
+
+Span = tuple[int, int]
+
+
+def bracketings(i: int, j: int) -> Iterator[list[tuple[Span, Span, Span]]]:
+    """Every binary tree over the words i..j-1, as its (parent, left, right) spans; a leaf has none."""
+    if j == i + 1:
+        yield []
+    for k in range(i + 1, j):
+        for left in bracketings(i, k):
+            for right in bracketings(k, j):
+                yield [((i, j), (i, k), (k, j)), *left, *right]
+
+
+def enumerate_trees(rules: Rules, emissions: Tensor) -> tuple[float, np.ndarray]:
+    """Total probability of a sentence, and the posterior of every span, by listing every labelled tree.
+
+    emissions: [l, P]. For each bracketing the probabilities of all its labellings form one tensor with an axis a node
+    (N or P labels), so every labelled tree is one entry of it.
+    """
+    root, left, right = (tensor.double().numpy() for tensor in rules)
+    words = emissions.double().exp().numpy()
+    length, n = len(words), left.shape[0]
+    mass = np.zeros((length + 1, length + 1))
+    if length == 1:
+        total = float(root[n:] @ words[0]) if len(root) > n else 0.0
+        mass[0, 1] = total
+    else:
+        total = 0.0
+        for tree in bracketings(0, length):
+            spans = sorted({span for rule in tree for span in rule})
+            axis = {span: number for number, span in enumerate(spans)}
+
+            def along(array: np.ndarray, *nodes: Span, axis: dict[Span, int] = axis) -> np.ndarray:
+                """Put the axes of an array at the axes of these nodes."""
+                order = np.argsort([axis[node] for node in nodes])
+                shape = [1] * len(axis)
+                for node, size in zip(nodes, array.shape, strict=True):
+                    shape[axis[node]] = size
+                return array.transpose(order).reshape(shape)
+
+            def columns(node: Span) -> slice:
+                return slice(n, None) if node[1] == node[0] + 1 else slice(0, n)
+
+            probability = along(root[:n], (0, length))
+            for parent, one, other in tree:
+                probability = probability * along(left[:, columns(one)], parent, one)
+                probability = probability * along(right[:, columns(other)], parent, other)
+            for word in range(length):
+                probability = probability * along(words[word], (word, word + 1))
+            total += probability.sum()
+            for i, j in spans:
+                mass[i, j] += probability.sum()
+    return total, mass / total if total > 0 else np.zeros_like(mass)

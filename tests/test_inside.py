@@ -1,0 +1,187 @@
+"""The dynamic programmes against enumeration, an independent implementation, and finite differences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flash_inside
+from flash_inside import Rules
+from flash_inside.packing import Layout
+from grammars import enumerate_trees, random_emissions, random_rules
+
+BACKENDS = ["torch", "reference"]
+sentence_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+sizes = st.tuples(st.integers(1, 3), st.integers(1, 3))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=40, deadline=None)
+@given(lengths=sentence_lengths, size=sizes, root=st.sampled_from(["all", "nonterminals"]), seed=st.integers(0, 10**6))
+def test_inside_and_marginals_equal_enumeration_of_all_trees(backend, lengths, size, root, seed):
+    rules = random_rules(*size, root=root, spread=1.5, seed=seed)
+    emissions = random_emissions(sum(lengths), size[1], seed=seed)
+    log_z = flash_inside.inside(rules, emissions, lengths, "fp64", backend)
+    marginals = flash_inside.span_marginals(rules, emissions, lengths, "fp64", backend)
+    for b, words in enumerate(emissions.split(lengths)):
+        total, posterior = enumerate_trees(rules, words)
+        assert log_z[b].exp().item() == pytest.approx(total, rel=1e-12)
+        np.testing.assert_allclose(marginals[b].numpy(), posterior, atol=1e-12)
+        if total > 0:
+            assert marginals[b].sum().item() == pytest.approx(2 * lengths[b] - 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equals_torch_struct_on_the_expanded_rules(backend):
+    """torch-struct's SentCFG takes the whole rule tensor A -> B C: here the product of left and right."""
+    torch_struct = pytest.importorskip("torch_struct")
+    n, p, batch, length = 4, 5, 3, 7
+    rules = random_rules(n, p, root="nonterminals", seed=3)
+    emissions = random_emissions(batch * length, p, seed=3)
+    expanded = (rules.left[:, :, None] * rules.right[:, None, :]).log()  # [N, N+P, N+P]
+    peer = torch_struct.SentCFG(
+        (
+            emissions.view(batch, length, p),
+            expanded.expand(batch, n, n + p, n + p),
+            rules.root.log().expand(batch, n),
+        ),
+        lengths=torch.full((batch,), length),
+    )
+    log_z = flash_inside.inside(rules, emissions, [length] * batch, "fp64", backend)
+    torch.testing.assert_close(log_z, peer.partition.flatten(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("root", ["all", "nonterminals"])
+def test_gradcheck_in_every_input(backend, root):
+    lengths = [3, 1, 5, 2] if root == "all" else [3, 5, 2]
+    rules = random_rules(3, 4, root=root, seed=1)
+    inputs = [tensor.requires_grad_() for tensor in (*rules, random_emissions(sum(lengths), 4, seed=1))]
+
+    def log_z(root, left, right, emissions):
+        return flash_inside.inside(Rules(root, left, right), emissions, lengths, "fp64", backend)
+
+    assert torch.autograd.gradcheck(log_z, inputs)
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), n=st.integers(1, 24), seed=st.integers(0, 10**6))
+def test_torch_backend_equals_reference_with_every_gradient(lengths, n, seed):
+    rules, emissions = random_rules(n, 2 * n, seed=seed), random_emissions(sum(lengths), 2 * n, seed=seed)
+    weight = torch.randn(len(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    gradients = {}
+    for backend in BACKENDS:
+        inputs = [tensor.clone().requires_grad_() for tensor in (*rules, emissions)]
+        log_z = flash_inside.inside(Rules(*inputs[:3]), inputs[3], lengths, "fp64", backend)
+        gradients[backend] = (log_z, *torch.autograd.grad((log_z * weight).sum(), inputs))
+    for ours, truth in zip(gradients["torch"], gradients["reference"], strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("precision", "log_z_tolerance", "gradient_tolerance"),
+    [("fp64", 1e-14, 1e-12), ("fp32", 1e-6, 1e-5), ("tf32", 1e-4, 2e-3), ("bf16", 3e-4, 2.5e-2)],
+)
+@pytest.mark.parametrize("spread", [1.0, 10.0])
+def test_accuracy_of_every_precision(precision, log_z_tolerance, gradient_tolerance, spread):
+    """Against fp64 log space on the same rounded tensors; gradients as expected counts, relative in norm."""
+    lengths = [2, 60, 31, 17, 2]
+    storage = torch.bfloat16 if precision == "bf16" else torch.float32
+    rules = Rules(*(t.to(storage).double() for t in random_rules(33, 65, spread=spread, seed=5)))
+    emissions = random_emissions(sum(lengths), 65, spread=spread, seed=5).float().double()
+    results = {}
+    for name, backend in ((precision, "torch"), ("fp64", "reference")):
+        inputs = [tensor.clone().requires_grad_() for tensor in (*rules, emissions)]
+        log_z = flash_inside.inside(Rules(*inputs[:3]), inputs[3], lengths, name, backend)
+        results[backend] = (log_z.detach().double(), torch.autograd.grad(log_z.sum(), inputs))
+    (ours, our_gradients), (truth, true_gradients) = results["torch"], results["reference"]
+    allowed = log_z_tolerance * torch.maximum(truth.abs(), torch.tensor(lengths, dtype=torch.float64))
+    assert ((ours - truth).abs() <= allowed).all()
+    for probability, got, want in zip((*rules, torch.ones(())), our_gradients, true_gradients, strict=True):
+        assert ((got - want) * probability).norm() <= gradient_tolerance * (want * probability).norm()
+
+
+def test_sentences_keep_the_callers_order_and_do_not_touch_each_other():
+    lengths = [4, 9, 1, 9, 2]
+    rules, emissions = random_rules(6, 7), random_emissions(sum(lengths), 7)
+    together = flash_inside.inside(rules, emissions, torch.tensor(lengths), "fp64")
+    alone = [flash_inside.inside(rules, words, [len(words)], "fp64") for words in emissions.split(lengths)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-14, atol=0)
+    tables = flash_inside.span_marginals(rules, emissions, lengths, "fp64")
+    assert [table.shape[0] - 1 for table in tables] == lengths
+
+
+def test_one_grammar_per_sentence():
+    lengths = [5, 1, 3]
+    grammars = [random_rules(4, 5, seed=seed) for seed in range(3)]
+    rules = Rules(*(torch.stack(tensors) for tensors in zip(*grammars, strict=True)))
+    emissions = random_emissions(sum(lengths), 5)
+    for backend in BACKENDS:
+        log_z = flash_inside.inside(rules, emissions, lengths, "fp64", backend)
+        tables = flash_inside.span_marginals(rules, emissions, lengths, "fp64", backend)
+        for b, words in enumerate(emissions.split(lengths)):
+            total, posterior = enumerate_trees(grammars[b], words)
+            assert log_z[b].exp().item() == pytest.approx(total)
+            np.testing.assert_allclose(tables[b].numpy(), posterior, atol=1e-12)
+
+
+def test_two_backward_passes_are_bitwise_equal():
+    lengths = [20, 7, 13]
+    rules, emissions = random_rules(16, 32, dtype=torch.float32), random_emissions(40, 32, dtype=torch.float32)
+    runs = []
+    for _ in range(2):
+        inputs = [tensor.clone().requires_grad_() for tensor in (*rules, emissions)]
+        flash_inside.inside(Rules(*inputs[:3]), inputs[3], lengths).sum().backward()
+        runs.append([tensor.grad for tensor in inputs])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_an_empty_batch_is_connected_to_the_graph():
+    rules, emissions = random_rules(3, 4), torch.empty(0, 4, dtype=torch.float64, requires_grad=True)
+    log_z = flash_inside.inside(rules, emissions, [], "fp64")
+    assert log_z.shape == (0,)
+    log_z.sum().backward()
+    assert emissions.grad is not None
+
+
+def test_the_type_of_the_result_follows_the_precision():
+    rules, emissions = random_rules(3, 4), random_emissions(3, 4)
+    for precision in flash_inside.PRECISIONS:
+        want = torch.float64 if precision == "fp64" else torch.float32
+        assert flash_inside.inside(rules, emissions, [3], precision).dtype == want
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": [2, 0]}, "at least one word"),
+        ({"lengths": [2, 2]}, r"emissions must be \[4, 4\]"),
+        ({"lengths": torch.tensor([3.0])}, "vector of integers"),
+        ({"precision": "fp16"}, "unknown precision 'fp16'"),
+        ({"backend": "cuda"}, "backend 'cuda' is not available"),
+        ({"backend": "reference", "precision": "bf16"}, "fp64 or fp32"),
+        ({"rules": Rules(torch.ones(5), torch.ones(3, 7), torch.ones(3, 7))}, "root must end in 3 or 7"),
+        ({"rules": Rules(torch.ones(3), torch.ones(3, 7), torch.ones(3, 6))}, "left and right"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_wrong_input_is_refused_in_one_line(change, message):
+    arguments = {"rules": random_rules(3, 4), "emissions": random_emissions(3, 4), "lengths": [3]} | change
+    with pytest.raises(ValueError, match=message):
+        flash_inside.inside(**arguments)
+
+
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8))
+def test_the_packed_layout_gives_every_span_its_own_row(lengths):
+    layout = Layout(lengths)
+    assert layout.rows == sum(length * (length + 1) // 2 for length in lengths)
+    for width in range(1, layout.longest + 1):
+        sentence, position = layout.spans(width)
+        rows = layout.offset[width] + layout.prefix[sentence] - sentence * (width - 1) + position
+        assert rows.tolist() == list(range(layout.offset[width], layout.offset[width + 1]))
+        left, right = layout.splits(width) if width > 1 else (np.empty(0), np.empty(0))
+        assert len(np.unique(left)) == left.size
+        assert len(np.unique(right)) == right.size

@@ -1,0 +1,129 @@
+"""Peaked grammars, long sentences, impossible sentences: never NaN, -inf only where it is the truth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flash_inside
+from flash_inside import Rules
+from grammars import random_emissions, random_rules
+
+
+def run(rules, emissions, lengths, precision, backend, statistics=None):
+    inputs = [tensor.clone().requires_grad_() for tensor in (*rules, emissions)]
+    log_z = flash_inside.inside(Rules(*inputs[:3]), inputs[3], lengths, precision, backend, statistics)
+    log_z.sum().backward()
+    return log_z.detach().double(), [tensor.grad for tensor in inputs]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("spread", [10.0, 30.0])
+def test_peaked_grammars_equal_fp64_log_space_on_the_same_tensors(spread, precision):
+    """1,000 random sentences. Without recomputation about a third of those at 30 would be -inf, wrong or infinite."""
+    statistics = flash_inside.Statistics()
+    generator = torch.Generator().manual_seed(int(spread))
+    storage = torch.bfloat16 if precision == "bf16" else torch.float32
+    tolerance = {"fp32": 1e-6, "bf16": 1e-3}[precision]  # 16 symbols: rounding errors of bf16 hardly average out
+    n, p = 16, 32
+    for batch in range(20):
+        rules = Rules(*(t.to(storage).float() for t in random_rules(n, p, spread=spread, seed=batch)))
+        lengths = torch.randint(1, 11, (50,), generator=generator).tolist()
+        words = torch.randn(sum(lengths), p, generator=generator, dtype=torch.float64) * spread
+        emissions = words.log_softmax(-1).float()
+        ours, gradients = run(rules, emissions, lengths, precision, "torch", statistics)
+        truth = flash_inside.inside(
+            Rules(*(t.double() for t in rules)), emissions.double(), lengths, "fp64", "reference"
+        )
+        assert not ours.isnan().any()
+        assert torch.equal(ours.isinf(), truth.isinf())
+        possible = ~truth.isinf()
+        allowed = tolerance * torch.maximum(truth.abs(), torch.tensor(lengths, dtype=torch.float64))
+        assert ((ours - truth).abs() <= allowed)[possible].all()
+        assert all(gradient.isfinite().all() for gradient in gradients)
+    assert statistics.sentences == 1000
+    if spread == 10.0:
+        assert statistics.recomputed <= 10  # rare: recomputation is not the normal path
+    else:
+        assert statistics.recomputed > 0
+
+
+def test_gradients_of_recomputed_sentences_equal_the_reference():
+    lengths, n, p = [7, 9, 8, 5, 9, 8], 16, 32
+    checked = 0
+    for seed in range(12):
+        # fp32 probabilities of at least 1e-30, so that no derivative count / p overflows fp32
+        rules = Rules(*(t.clamp(min=1e-30).float() for t in random_rules(n, p, spread=30.0, seed=seed)))
+        emissions = random_emissions(sum(lengths), p, spread=30.0, seed=seed, dtype=torch.float32)
+        statistics = flash_inside.Statistics()
+        _, ours = run(rules, emissions, lengths, "fp32", "torch", statistics)
+        wide = Rules(*(t.double() for t in rules))
+        _, truth = run(wide, emissions.double(), lengths, "fp64", "reference")
+        for probability, got, want in zip((*wide, torch.ones(())), ours, truth, strict=True):
+            assert ((got - want) * probability).norm() <= 1e-5 * (want * probability).norm()
+        checked += statistics.recomputed
+    assert checked > 0
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_two_hundred_words(precision):
+    rules = random_rules(4, 8, seed=2)
+    emissions = random_emissions(200 + 3, 8, seed=2) - 20  # log Z about -4,500
+    ours, gradients = run(rules, emissions, [200, 3], precision, "torch")
+    truth = flash_inside.inside(rules, emissions, [200, 3], "fp64", "reference")
+    torch.testing.assert_close(ours, truth, rtol=1e-3 if precision == "bf16" else 1e-6, atol=0)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    posterior_sums = [
+        table.sum().item() for table in flash_inside.span_marginals(rules, emissions, [200, 3], precision)
+    ]
+    assert posterior_sums == pytest.approx([399, 5], rel=2e-2 if precision == "bf16" else 1e-4)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_impossible_sentences_have_minus_infinity_and_a_zero_gradient(precision, backend):
+    rules = random_rules(4, 5, root="nonterminals")
+    lengths = [3, 1, 4]  # the one-word sentence is impossible: a nonterminal never emits
+    emissions = random_emissions(8, 5)
+    emissions[5] = float("-inf")  # no preterminal emits this word of the last sentence
+    log_z, gradients = run(rules, emissions, lengths, precision, backend)
+    assert log_z.isinf().tolist() == [False, True, True]
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not gradients[3][3:].any()
+    tables = flash_inside.span_marginals(rules, emissions, lengths, precision, backend)
+    assert [table.sum().item() for table in tables] == pytest.approx([5, 0, 0], abs=1e-5)
+    alone, only = run(rules, emissions[3:4], [1], precision, backend)
+    assert alone.isinf().all()
+    assert not any(gradient.any() for gradient in only)
+
+
+def test_impossible_through_zero_rules():
+    """No rule leads anywhere but to preterminals, so three words have no tree: the truth is -inf, by recomputing."""
+    n, p = 2, 3
+    pair = torch.cat((torch.zeros(n, n), torch.full((n, p), 1 / p)), dim=1)
+    rules = Rules(torch.full((n,), 0.5), pair, pair)
+    emissions = random_emissions(5, p, dtype=torch.float32)
+    statistics = flash_inside.Statistics()
+    log_z, gradients = run(rules, emissions, [3, 2], "fp32", "torch", statistics)
+    assert log_z.isinf().tolist() == [True, False]
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert statistics.recomputed == 1
+    assert statistics.recomputed_in_log_space == 1
+
+
+def test_range_beyond_fp64_is_computed_in_log_space():
+    """Needed components of 1e-400: only log space holds them."""
+    rules = random_rules(3, 3, seed=4)
+    emissions = torch.zeros(4, 3, dtype=torch.float64)
+    for word in range(4):  # each word all but forbids every preterminal except one, by a factor exp(-900)
+        emissions[word] = -900.0
+        emissions[word, word % 3] = 0.0
+    blocked = Rules(rules.root, rules.left.clone(), rules.right.clone())
+    blocked.left[:, 3 + 0] = 0.0  # ... and the first word's only cheap preterminal cannot be a left child
+    statistics = flash_inside.Statistics()
+    log_z, gradients = run(blocked, emissions, [4], "fp64", "torch", statistics)
+    truth = flash_inside.inside(blocked, emissions, [4], "fp64", "reference")
+    torch.testing.assert_close(log_z, truth, rtol=1e-12, atol=0)
+    assert truth.item() < -800
+    assert statistics.recomputed_in_log_space == 1
+    assert all(gradient.isfinite().all() for gradient in gradients)
