@@ -1,0 +1,68 @@
+"""The corpus as files: generated on first use, the same bytes on every machine."""
+
+import hashlib
+import os
+from itertools import islice
+from pathlib import Path
+
+from lm_pcfg.corpus.embedded import source_grammar
+from lm_pcfg.corpus.embedded.checksums import SHA256
+from lm_pcfg.corpus.embedded.sampling import Sampler
+from lm_pcfg.corpus.embedded.templates import source_pcfg
+
+PREFIX = "embedded:"
+DEFAULT_FOLDER = Path("data/embedded")
+
+
+def generate() -> dict[str, bytes]:
+    """File name -> content: one sentence a line in *.txt, its bracketed tree on the same line of *.trees.
+
+    Each part has a seed of its own, so that changing the size of one leaves the others as they are.
+    """
+    files = {}
+    for number, (part, count) in enumerate(source_grammar.SENTENCES.items()):
+        derivations = list(islice(Sampler(source_pcfg(), source_grammar.SEED + number), count))
+        files[f"{part}.txt"] = "".join(" ".join(d.words) + "\n" for d in derivations).encode()
+        files[f"{part}.trees"] = "".join(d.tree + "\n" for d in derivations).encode()
+    return files
+
+
+def checksums(files: dict[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def materialise(folder: Path) -> dict[str, Path]:
+    """Write what is missing or differs; several processes may do so at once. The paths by file name."""
+    paths = {name: folder / name for name in SHA256}
+    if all(_is_right(path, SHA256[name]) for name, path in paths.items()):
+        return paths
+    files = generate()
+    for name, digest in checksums(files).items():
+        if digest != SHA256[name]:
+            raise ValueError(
+                f"the embedded corpus came out different ({name}): after a change of its grammar, put the table that "
+                "`python -m lm_pcfg.corpus.embedded --checksums` prints into checksums.py"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        beside = folder / f".{name}.{os.getpid()}"  # complete before it has its name
+        beside.write_bytes(content)
+        os.replace(beside, paths[name])
+    return paths
+
+
+def _is_right(path: Path, digest: str) -> bool:
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest
+
+
+def resolve(name: str, root: Path = DEFAULT_FOLDER) -> Path:
+    """`embedded:test` (text) or `embedded:test.trees` -> the path of the generated file; any other name as it is."""
+    if not name.startswith(PREFIX):
+        return Path(name)
+    file = name.removeprefix(PREFIX)
+    if f"{file}.txt" in SHA256:
+        file = f"{file}.txt"
+    if file not in SHA256:
+        known = [PREFIX + known.removesuffix(".txt") for known in SHA256]
+        raise ValueError(f"no embedded text {name!r}; there are {', '.join(known)}")
+    return materialise(root)[file]

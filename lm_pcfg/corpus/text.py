@@ -1,0 +1,135 @@
+"""Reading text files, one sentence a line, with errors a user can act on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import BinaryIO
+
+from lm_pcfg.errors import UserError
+
+STANDARD_INPUT = "-"
+EMBEDDED_PREFIX = "embedded:"
+
+# NUL bytes mark a binary file only near its start: one stray NUL far inside a large corpus is not worth a refusal.
+BINARY_CHECK_BYTES = 64 * 1024
+UTF8_BOM = b"\xef\xbb\xbf"
+
+# (first bytes, what the file looks like, what to do about it)
+MAGIC: tuple[tuple[bytes, str, str], ...] = (
+    (b"\x1f\x8b", "gzip-compressed data", "decompress it with gunzip"),
+    (b"\x28\xb5\x2f\xfd", "zstd-compressed data", "decompress it with zstd -d"),
+    (b"\xfd7zXZ\x00", "xz-compressed data", "decompress it with xz -d"),
+    (b"BZh91AY&SY", "bzip2-compressed data", "decompress it with bunzip2"),
+    (b"PK\x03\x04", "a zip archive", "unpack it with unzip"),
+    (b"PAR1", "a Parquet file", "extract its text column to a text file"),
+    (b"ARROW1\x00\x00", "an Arrow file", "extract its text column to a text file"),
+    (b"\x89PNG", "a PNG image", "give a text file"),
+    (b"%PDF-", "a PDF document", "extract its text with pdftotext"),
+    (b"\xff\xfe", "UTF-16 text", "convert it with iconv -f utf-16 -t utf-8"),
+    (b"\xfe\xff", "UTF-16 text", "convert it with iconv -f utf-16 -t utf-8"),
+)
+
+
+class TextError(UserError, ValueError):
+    """A text that cannot be read; the message is one line for the user and says the way out."""
+
+
+def resolve_source(path_or_name: str | Path) -> Path | str:
+    """A path, '-' for standard input, or `embedded:train|valid|test`, as something `read_lines` takes."""
+    name = str(path_or_name)
+    if name == STANDARD_INPUT:
+        return STANDARD_INPUT
+    if name.startswith(EMBEDDED_PREFIX):
+        from lm_pcfg.corpus import embedded  # generates files: only when asked for
+
+        try:
+            return embedded.resolve(name)
+        except (ValueError, OSError) as error:
+            raise TextError(str(error)) from error
+    return Path(path_or_name)
+
+
+def read_words(path_or_name: str | Path) -> Iterator[list[str]]:
+    """The words of each line; blank lines give an empty list."""
+    source = resolve_source(path_or_name)
+    for _, line in read_lines(source, name=display_name(path_or_name)):
+        yield line.split()
+
+
+def display_name(path_or_name: str | Path) -> str:
+    """How messages call a source."""
+    return "standard input" if str(path_or_name) == STANDARD_INPUT else str(path_or_name)
+
+
+def read_lines(source: Path | str, *, name: str | None = None) -> Iterator[tuple[int, str]]:
+    """(line number from 1, line without its ending) for each line of a file, or of standard input for '-'.
+
+    Only \\n and \\r\\n end a line. (str.splitlines would also split at U+2028, U+0085, form feeds and others, and line
+    numbers would differ from every other tool's.) A last line without a newline counts; a byte order mark is dropped.
+    The file is streamed. `name` is what error messages call it.
+    """
+    name = name or display_name(source)
+    with _open(source, name) as handle:
+        if str(source) != STANDARD_INPUT and handle.seekable():
+            # A file is judged before its first line is given out; a stream only line by line, so as not to wait.
+            _check_binary(handle.read(BINARY_CHECK_BYTES), name, start=True)
+            handle.seek(0)
+        offset = 0  # bytes before the line
+        for number, raw in enumerate(_raw_lines(handle, name), start=1):
+            if offset < BINARY_CHECK_BYTES:
+                _check_binary(raw[: BINARY_CHECK_BYTES - offset], name, start=offset == 0)
+            content, content_offset = raw, offset
+            if offset == 0 and content.startswith(UTF8_BOM):
+                content, content_offset = content[len(UTF8_BOM) :], len(UTF8_BOM)
+            try:
+                line = content.decode("utf-8")
+            except UnicodeDecodeError as error:
+                byte = content[error.start]
+                raise TextError(
+                    f"{name}: line {number} is not valid UTF-8 (byte 0x{byte:02x} at offset "
+                    f"{content_offset + error.start}); if it is Latin-1, convert it with iconv -f latin1 -t utf-8"
+                ) from None
+            offset += len(raw)
+            if line.endswith("\n"):
+                line = line[:-2] if line.endswith("\r\n") else line[:-1]
+            yield number, line
+
+
+def _open(source: Path | str, name: str) -> AbstractContextManager[BinaryIO]:
+    if str(source) == STANDARD_INPUT:
+        return nullcontext(sys.stdin.buffer)  # not ours to close
+    try:
+        return open(source, "rb")
+    except FileNotFoundError:
+        raise TextError(f"{name}: no such file; check the path (relative paths start at {Path.cwd()})") from None
+    except IsADirectoryError:
+        raise TextError(f"{name}: is a folder; give a text file inside it") from None
+    except PermissionError:
+        raise TextError(f"{name}: no permission to read it; check with ls -l, allow it with chmod +r") from None
+    except (OSError, ValueError) as error:  # a name too long, a NUL in it, a broken mount
+        reason = getattr(error, "strerror", None) or error
+        raise TextError(f"{name}: cannot be opened ({reason}); check the path") from None
+
+
+def _raw_lines(handle: BinaryIO, name: str) -> Iterator[bytes]:
+    try:
+        yield from handle  # binary files split at \n only
+    except OSError as error:
+        raise TextError(f"{name}: reading failed ({error.strerror or error}); check the disk or the pipe") from None
+
+
+def _check_binary(head: bytes, name: str, *, start: bool) -> None:
+    """Refuse what is not text; `start`: head begins where the file does."""
+    if start:
+        for magic, looks_like, way_out in MAGIC:
+            if not head.startswith(magic):
+                continue
+            # A sentence could begin with "PAR1"; in a Parquet file a control byte follows.
+            if magic == b"PAR1" and len(head) > 4 and (head[4] >= 0x20 or head[4] in b"\t\r\n"):
+                continue
+            raise TextError(f"{name}: looks like {looks_like}, not text; {way_out} first")
+    if b"\0" in head:
+        raise TextError(f"{name}: looks like a binary file (it has NUL bytes), not text; give a UTF-8 text file")

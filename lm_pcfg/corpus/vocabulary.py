@@ -1,0 +1,196 @@
+"""Word types and their ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from lm_pcfg.errors import UserError
+
+UNKNOWN = "<unk>"
+END_OF_SENTENCE = "<eos>"
+NUMBER = "N"
+
+WORDS_FILE = "words.txt"
+DESCRIPTION_FILE = "vocabulary.json"
+FORMAT_VERSION = 1
+
+# At least one ASCII digit; otherwise only digits and , . - / % $   ("1,234.5", "$3.50", "12/31", "-7%", not "1990s").
+# The first class has no digits, so that matching is linear.
+_NUMBER_PATTERN = re.compile(r"[,./%$-]*[0-9][0-9,./%$-]*")
+
+
+class VocabularyError(UserError, ValueError):
+    """A vocabulary that cannot be built or loaded; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class VocabularyOptions:
+    size: int | None = None  # most word types, including <unk> (but not <eos>, which is no word); None: all
+    min_count: int = 1  # rarer words become <unk>
+    lowercase: bool = False
+    fold_numbers: bool = False  # numbers become N, as in the Penn Treebank's language-modelling text
+    end_of_sentence: bool = False  # encode() ends every sentence with <eos>
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.size < 1:
+            raise VocabularyError(f"vocabulary size {self.size} leaves no room for {UNKNOWN}; give at least 1")
+        if self.min_count < 1:
+            raise VocabularyError(f"vocabulary min_count {self.min_count} should be at least 1")
+
+
+class Vocabulary:
+    """Ids: 0 is `<unk>`, then `<eos>` if sentences end explicitly, then words by decreasing count, ties by word.
+
+    A literal `<unk>` in a text (the Penn Treebank has them) is that same type: it gets id 0 and counts as unknown. With
+    explicit ends a literal `<eos>` is an error in the training text (ends would count twice), and unknown elsewhere.
+    """
+
+    def __init__(self, words: Sequence[str], options: VocabularyOptions, *, training_words: int = 0,
+                 training_unknown: int = 0) -> None:  # fmt: skip
+        self.words: tuple[str, ...] = tuple(words)
+        self.options = options
+        self.training_words = training_words  # words of the text it was built from, without <eos>
+        self.training_unknown = training_unknown  # how many of them became <unk>; 0: the model never sees <unk>
+        specials = (UNKNOWN, END_OF_SENTENCE) if options.end_of_sentence else (UNKNOWN,)
+        if self.words[: len(specials)] != specials:
+            raise VocabularyError(f"a vocabulary should begin with {' and '.join(specials)}")
+        self._id_of = {word: id for id, word in enumerate(self.words)}
+        if len(self._id_of) != len(self.words):
+            raise VocabularyError("a vocabulary should have no word twice")
+        self.unknown_id = 0
+        self.end_id: int | None = None
+        if options.end_of_sentence:
+            self.end_id = self._id_of.pop(END_OF_SENTENCE)  # no word of a text stands for the end
+        self._changes_words = options.lowercase or options.fold_numbers
+
+    @classmethod
+    def build(cls, lines: Iterable[Sequence[str]], options: VocabularyOptions) -> Vocabulary:
+        """From the words of each training line. Blank lines do no harm; a text without words is an error."""
+        raw_counts: Counter[str] = Counter()
+        for line in lines:
+            raw_counts.update(line)
+        counts: Counter[str] = Counter()
+        for word, count in raw_counts.items():
+            if word.split() != [word]:
+                raise VocabularyError(f"a word cannot be empty or contain white space: {word!r}")
+            counts[normalise(word, options)] += count  # once a type is much cheaper than once a word
+        total = counts.total()
+        if total == 0:
+            raise VocabularyError("the training text has no words; check data.train")
+        if options.end_of_sentence and END_OF_SENTENCE in counts:
+            raise VocabularyError(
+                f"the training text already contains {END_OF_SENTENCE!r}, so sentences would end twice; "
+                "remove it from the text, or use eos: implicit"
+            )
+        counts.pop(UNKNOWN, None)
+        kept = sorted((word for word, count in counts.items() if count >= options.min_count),
+                      key=lambda word: (-counts[word], word))  # fmt: skip
+        if options.size is not None:
+            kept = kept[: options.size - 1]  # one place is <unk>'s
+        specials = [UNKNOWN, END_OF_SENTENCE] if options.end_of_sentence else [UNKNOWN]
+        known = sum(counts[word] for word in kept)
+        return cls(specials + kept, options, training_words=total, training_unknown=total - known)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and (self.words, self.options) == (other.words, other.options)
+
+    def __hash__(self) -> int:
+        return hash((self.words, self.options))
+
+    def encode(self, words: Sequence[str]) -> list[int]:
+        """Ids of a sentence's words, with `<eos>` at the end if sentences end explicitly."""
+        if self._changes_words:
+            words = [normalise(word, self.options) for word in words]
+        id_of, unknown = self._id_of, self.unknown_id
+        ids = [id_of.get(word, unknown) for word in words]
+        if self.end_id is not None:
+            ids.append(self.end_id)
+        return ids
+
+    def unknown_count(self, words: Sequence[str]) -> int:
+        """How many words become `<unk>`: unseen ones, and literal `<unk>`s, of which nobody knows what they were."""
+        return self.encode(words).count(self.unknown_id)
+
+    @property
+    def hash(self) -> str:
+        """sha256 over options and words: two vocabularies with the same hash encode alike."""
+        options = json.dumps(asdict(self.options), sort_keys=True)
+        text = f"{FORMAT_VERSION}\n{options}\n" + "\n".join(self.words)
+        return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """words.txt (a type a line, in id order) and vocabulary.json, in a folder such as `runs/<name>/vocab`."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        description = {
+            "format": FORMAT_VERSION,
+            "types": len(self),
+            "training_words": self.training_words,
+            "training_unknown": self.training_unknown,
+            "options": asdict(self.options),
+            "sha256": self.hash,
+        }
+        _replace_file(folder / WORDS_FILE, "".join(f"{word}\n" for word in self.words))
+        _replace_file(folder / DESCRIPTION_FILE, json.dumps(description, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> Vocabulary:
+        """What `save` wrote, verified by its sha256."""
+        folder = Path(folder)
+        try:
+            # Bytes, because text mode would translate line endings, which are part of the hash.
+            text = (folder / WORDS_FILE).read_bytes().decode("utf-8")
+            description = json.loads((folder / DESCRIPTION_FILE).read_bytes())
+        except FileNotFoundError as error:
+            raise VocabularyError(f"{error.filename}: no such file; is {folder} the vocab folder of a run?") from None
+        except OSError as error:
+            raise VocabularyError(f"{error.filename}: cannot be read ({error.strerror})") from None
+        except ValueError as error:  # invalid UTF-8 or JSON
+            raise VocabularyError(f"{folder}: damaged vocabulary ({error}); copy it again from its run") from None
+        version = description.get("format") if isinstance(description, dict) else None
+        if version != FORMAT_VERSION:
+            raise VocabularyError(
+                f"{folder / DESCRIPTION_FILE}: format {version} cannot be read (this version reads {FORMAT_VERSION})"
+            )
+        try:
+            known = {field.name for field in fields(VocabularyOptions)}
+            options = VocabularyOptions(**{key: description["options"][key] for key in known})
+            words = text.removesuffix("\n").split("\n")
+            vocabulary = cls(words, options, training_words=description["training_words"],
+                             training_unknown=description["training_unknown"])  # fmt: skip
+            expected = description["sha256"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise VocabularyError(f"{folder}: damaged vocabulary ({error}); copy it again from its run") from None
+        if vocabulary.hash != expected:
+            raise VocabularyError(
+                f"{folder}: {WORDS_FILE} or the options changed since they were saved (sha256 does not match); "
+                "copy the vocabulary again from its run"
+            )
+        return vocabulary
+
+
+def normalise(word: str, options: VocabularyOptions) -> str:
+    """The form under which a word is counted. Applying it twice changes nothing: N stays N, also with lowercase."""
+    if options.fold_numbers and (word == NUMBER or _NUMBER_PATTERN.fullmatch(word)):
+        return NUMBER
+    return word.lower() if options.lowercase else word
+
+
+def _replace_file(path: Path, text: str) -> None:
+    """Complete or absent: written beside and renamed."""
+    beside = path.with_name(path.name + ".tmp")
+    with open(beside, "wb") as handle:
+        handle.write(text.encode("utf-8"))
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(beside, path)

@@ -1,0 +1,5 @@
+"""What a user can mend. The command line prints these as one line and exits with 1; anything else is a bug."""
+
+
+class UserError(Exception):
+    """The message is one line: what is wrong, where, and the way out."""

@@ -1,0 +1,36 @@
+"""From settings to a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lm_pcfg.grammar.simple_pcfg import SimplePCFG
+from lm_pcfg.grammar.table_pcfg import TablePCFG
+from lm_pcfg.settings import ModelSection
+
+
+def build_model(model: ModelSection, words: int, seed: int) -> nn.Module:
+    """words: size of the vocabulary. The weights are a function of the settings and the seed."""
+    init = model.init
+    if model.parameterization == "tables":
+        return TablePCFG(
+            nonterminals=model.nonterminals,
+            preterminals=model.preterminals,
+            words=words,
+            root_over=model.root,
+            symbol_deviation=1.0 if init.symbols is None else init.symbols,
+            word_deviation=1.0 if init.words is None else init.words,
+            seed=seed,
+        )
+    return SimplePCFG(
+        nonterminals=model.nonterminals,
+        preterminals=model.preterminals,
+        words=words,
+        dimension=model.dimension,
+        parameterization=model.parameterization,
+        root_over=model.root,
+        init="xavier_normal" if init.scheme == "normal" else init.scheme,
+        symbol_deviation=init.symbols,
+        word_deviation=init.words,
+        seed=seed,
+    )

@@ -1,0 +1,79 @@
+"""Log-probabilities and perplexity of a corpus under a grammar."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flash_inside import Statistics
+from lm_pcfg.corpus.batches import make_batch, plan_epoch
+from lm_pcfg.corpus.sentences import Sentences
+from lm_pcfg.grammar.boundary import Grammar
+
+
+@dataclass(frozen=True)
+class CorpusScore:
+    """Sums over the sentences that have a probability; `impossible` ones (probability 0) are in none of them."""
+
+    nll: float  # total negative log-likelihood, natural logarithm
+    words: int  # without ends of sentences
+    lines: int
+    impossible: int
+
+    @property
+    def tokens(self) -> int:
+        """Words + lines: every line also predicts its end, whether that is a terminal or part of the tree."""
+        return self.words + self.lines
+
+    @property
+    def perplexity(self) -> float:
+        return _exp(self.nll / self.tokens) if self.tokens else math.nan
+
+    @property
+    def words_perplexity(self) -> float:
+        """The same likelihood spread over the words alone."""
+        return _exp(self.nll / self.words) if self.words else math.nan
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def sentence_log_probabilities(
+    grammar: Grammar,
+    sentences: Sentences,
+    *,
+    batch_cost: int,
+    precision: str = "fp32",
+    backend: str = "auto",
+    statistics: Statistics | None = None,
+    on_batch: Callable[[int], None] = lambda lines: None,
+) -> np.ndarray:
+    """fp64 [lines], in the order of the corpus. batch_cost: budget of words squared of a batch."""
+    scores = np.empty(len(sentences), dtype=np.float64)
+    device = grammar.root.device
+    with torch.no_grad():
+        for indices in plan_epoch(sentences.lengths, by="cost", cost=batch_cost, shuffle=False):
+            batch = make_batch(sentences, indices)
+            words = torch.from_numpy(batch.words).to(device)
+            log_z = grammar.log_likelihood(
+                words, batch.lengths, precision=precision, backend=backend, statistics=statistics
+            )
+            scores[indices] = log_z.double().cpu().numpy()
+            on_batch(len(indices))
+    return scores
+
+
+def corpus_score(sentences: Sentences, log_probabilities: np.ndarray) -> CorpusScore:
+    """math.fsum: the total does not depend on the order of the sentences."""
+    possible = np.isfinite(log_probabilities)
+    return CorpusScore(
+        nll=-math.fsum(log_probabilities[possible].tolist()),
+        words=int(sentences.word_lengths[possible].sum()),
+        lines=int(possible.sum()),
+        impossible=int((~possible).sum()),
+    )

@@ -1,0 +1,54 @@
+"""A simple PCFG without networks: every probability has a free logit of its own. For small grammars."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lm_pcfg.grammar.boundary import Emission, Grammar
+from lm_pcfg.grammar.state_dropout import Kept
+
+
+class TablePCFG(nn.Module):
+    """Tables of logits -> a `Grammar`. The classical parameterisation: nothing is shared between symbols.
+
+    root [N] or [N+P], left and right [N, N+P], emission [P, V]; all begin normal with the given standard deviations.
+    """
+
+    def __init__(
+        self,
+        *,
+        nonterminals: int,
+        preterminals: int,
+        words: int,
+        root_over: str = "all",
+        symbol_deviation: float = 1.0,
+        word_deviation: float = 1.0,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.nonterminals = nonterminals
+        symbols = nonterminals + preterminals
+        generator = torch.Generator().manual_seed(seed)
+
+        def table(deviation: float, *shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator) * deviation)
+
+        self.root = table(symbol_deviation, symbols if root_over == "all" else nonterminals)
+        self.left = table(symbol_deviation, nonterminals, symbols)
+        self.right = table(symbol_deviation, nonterminals, symbols)
+        self.emission = table(word_deviation, preterminals, words)
+
+    def forward(self, kept: Kept | None = None) -> Grammar:
+        """With `kept`, a grammar over those symbols only, renumbered in their order."""
+        tables: list[Tensor] = [self.root, self.left, self.right, self.emission]
+        root, left, right, emission = tables
+        if kept is not None:
+            columns = torch.cat((kept.nonterminals, kept.preterminals + self.nonterminals))
+            root = root[columns if len(root) > self.nonterminals else kept.nonterminals]
+            left, right = (side[kept.nonterminals][:, columns] for side in (left, right))
+            emission = emission[kept.preterminals]
+        # As features . embeddings: one unit vector a preterminal, and the columns of the table.
+        units = torch.eye(emission.shape[0], dtype=emission.dtype, device=emission.device)
+        normalizers = torch.logsumexp(emission, dim=1)
+        return Grammar(root.softmax(0), left.softmax(1), right.softmax(1), Emission(units, emission.T, normalizers))

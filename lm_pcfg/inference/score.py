@@ -1,0 +1,117 @@
+"""Log-probabilities of the lines of a text, and its perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from flash_inside import Statistics
+from lm_pcfg.corpus.sentences import encode_sentences
+from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
+from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_probabilities
+from lm_pcfg.inference.model import TrainedGrammar
+
+LINES_AT_A_TIME = 20_000  # a text of any size is scored in bounded memory
+WARNINGS_SHOWN = 5  # of each kind
+
+Line = float | None  # a log-probability (-inf: skipped), None: a blank line
+
+
+@dataclass
+class TextScore:
+    """The sums of `CorpusScore`, over all blocks of lines, and what was left out."""
+
+    nlls: list[float] = field(default_factory=list)
+    words: int = 0
+    lines: int = 0
+    skipped: int = 0
+    blank: int = 0
+    unknown_words: int = 0
+    statistics: Statistics = field(default_factory=Statistics)
+
+    @property
+    def total(self) -> CorpusScore:
+        return CorpusScore(nll=math.fsum(self.nlls), words=self.words, lines=self.lines, impossible=0)
+
+
+def score_lines(
+    trained: TrainedGrammar,
+    source: str,
+    result: TextScore,
+    *,
+    max_length: int,
+    precision: str = "fp32",
+    backend: str = "auto",
+    batch_cost: int = 25_600,
+    warn: Callable[[str], None],
+    on_lines: Callable[[int], None] = lambda lines: None,
+) -> Iterator[Line]:
+    """One value a line of the source ('-': standard input), in its order; adds the sums to `result` on the way."""
+    name = display_name(source)
+    numbered = read_lines(resolve_source(source), name=name)
+    n = trained.grammar.rules.nonterminals
+    fewest = 1 if trained.grammar.root.shape[0] > n or trained.vocabulary.end_id is not None else 2
+    warnings = _Warnings(warn)
+    while block := list(islice(numbered, LINES_AT_A_TIME)):
+        values: list[Line] = [None] * len(block)
+        kept = []
+        for position, (number, line) in enumerate(block):
+            words = len(line.split())
+            if words == 0:
+                result.blank += 1
+            elif words > max_length:
+                values[position] = -math.inf
+                warnings.add("long", f"{name}, line {number}: {words:,} words, skipped; --max-length {max_length} is "
+                             "the limit (memory and time grow with its square and cube)")  # fmt: skip
+            elif words < fewest:
+                values[position] = -math.inf
+                warnings.add(
+                    "short", f"{name}, line {number}: one word, skipped: a root over nonterminals gives it no tree"
+                )
+            else:
+                kept.append(position)
+        sentences = encode_sentences([block[position] for position in kept], trained.vocabulary)
+        log_p = sentence_log_probabilities(
+            trained.grammar, sentences, batch_cost=batch_cost, precision=precision, backend=backend,
+            statistics=result.statistics, on_batch=on_lines,
+        )  # fmt: skip
+        score = corpus_score(sentences, log_p)
+        result.nlls.append(score.nll)
+        result.words += score.words
+        result.lines += score.lines
+        for position, value in zip(kept, log_p.tolist(), strict=True):
+            values[position] = value
+            if value == -math.inf:
+                warnings.add("impossible", f"{name}, line {block[position][0]}: probability 0, skipped")
+        result.unknown_words += _unknown_words(sentences.ids, sentences.offsets, log_p, trained.vocabulary.unknown_id)
+        result.skipped += sum(value == -math.inf for value in values)
+        yield from values
+    warnings.summarise()
+
+
+def _unknown_words(ids: np.ndarray, offsets: np.ndarray, log_p: np.ndarray, unknown_id: int) -> int:
+    """Among the lines that were scored."""
+    scored = np.repeat(np.isfinite(log_p), np.diff(offsets))
+    return int(np.count_nonzero((ids == unknown_id) & scored))
+
+
+class _Warnings:
+    """The first few of each kind, then only their number."""
+
+    def __init__(self, warn: Callable[[str], None]):
+        self._warn = warn
+        self._counts: dict[str, int] = {}
+
+    def add(self, kind: str, message: str) -> None:
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        if self._counts[kind] <= WARNINGS_SHOWN:
+            self._warn(message)
+
+    def summarise(self) -> None:
+        for kind, count in self._counts.items():
+            if count > WARNINGS_SHOWN:
+                self._warn(f"... and {count - WARNINGS_SHOWN:,} more lines ({kind})")

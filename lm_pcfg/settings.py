@@ -1,0 +1,413 @@
+"""The settings of a run: typed, strict, from YAML and `dotted.key=value` overrides. Defaults: SN-PCFG."""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
+from pydantic import ValidationError as PydanticError
+from pydantic import model_validator as check
+from pydantic.fields import FieldInfo
+
+from lm_pcfg.errors import UserError
+
+Precision = Literal["fp64", "fp32", "tf32", "bf16"]
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+_NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._+=-]*$"  # a folder, neither hidden nor like an option
+
+
+class SettingsError(UserError, ValueError):
+    """Settings that cannot be used; the message is one line for the user."""
+
+
+def _switch(value: object) -> object:
+    words = {"yes": True, "on": True, "no": False, "off": False}
+    return words.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _resume(value: object) -> bool | str:
+    value = _switch(value)
+    if value is False or (isinstance(value, str) and value.strip()):
+        return value
+    raise ValueError("should be false, auto or the path of a checkpoint")
+
+
+Switch = Annotated[bool, BeforeValidator(_switch)]  # the loader keeps yes, no, on, off as text; here they mean a bool
+Resume = Annotated[bool | str, PlainValidator(_resume)]
+
+
+@dataclass(frozen=True)
+class Init:
+    """How parameters start: `xavier_normal`, `xavier_uniform` or `normal(symbols, words)` with standard deviations."""
+
+    scheme: Literal["xavier_normal", "xavier_uniform", "normal"] = "xavier_normal"
+    symbols: float | None = None  # standard deviation of symbol embeddings, for `normal`
+    words: float | None = None  # standard deviation of word embeddings, for `normal`
+
+    @classmethod
+    def parse(cls, value: object) -> Init:
+        if isinstance(value, Init):
+            return value
+        text = value.strip() if isinstance(value, str) else ""
+        if text in ("xavier_normal", "xavier_uniform"):
+            return cls(text)  # type: ignore[arg-type]
+        number = r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*"
+        if match := re.fullmatch(rf"normal\s*\({number},{number}\)", text):
+            symbols, words = float(match[1]), float(match[2])
+            if 0 < min(symbols, words) <= max(symbols, words) < math.inf:
+                return cls("normal", symbols, words)
+        raise ValueError("should be xavier_normal, xavier_uniform or normal(symbols, words) such as normal(0.15, 0.1)")
+
+    def __str__(self) -> str:
+        return self.scheme if self.scheme != "normal" else f"normal({self.symbols}, {self.words})"
+
+
+InitField = Annotated[Init, PlainValidator(Init.parse), PlainSerializer(str)]
+
+
+class Section(BaseModel):
+    # defer_build: importing is twice as fast, the first validation pays
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
+
+
+def setting(default: Any, description: str, **limits: Any) -> Any:
+    """A section's type as default: the section with its own defaults; `...`: has to be given."""
+    if isinstance(default, type):
+        return Field(default_factory=default, description=description)
+    return Field(default, description=description, **limits)
+
+
+class VocabularySection(Section):
+    size: Count | None = setting(10000, "most word types including <unk>; null: all")
+    min_count: Count = setting(1, "words rarer than this in the training text become <unk>")
+    lowercase: Switch = setting(False, "lowercase all words")
+    fold_numbers: Switch = setting(False, "numbers become N")
+
+
+class CurriculumSection(Section):
+    start: Count | None = setting(None, "most words of a sentence in the first epoch; null: no curriculum")
+    increase_per_epoch: Count = setting(1, "by how many words that grows each epoch")
+
+    def max_length_for_epoch(self, epoch: int) -> int | None:
+        """Most words of a sentence in an epoch (from 0); None: any."""
+        return None if self.start is None else self.start + epoch * self.increase_per_epoch
+
+
+class DataSection(Section):
+    train: str = setting(..., "training text, one sentence a line: a path, or embedded:train", min_length=1)
+    valid: str | None = setting(None, "validation text; null: no evaluation while training", min_length=1)
+    max_length: Count | None = setting(40, "training sentences with more words are left out; null: keep all")
+    vocabulary: VocabularySection = setting(VocabularySection, "which words are known")
+    curriculum: CurriculumSection = setting(CurriculumSection, "short sentences first")
+
+    @check(mode="after")
+    def _fits(self) -> DataSection:
+        if "-" in (self.train, self.valid):
+            raise ValueError("train and valid cannot be standard input (-): they are read more than once; save a file")
+        start = self.curriculum.start
+        if start is not None and self.max_length is not None and start > self.max_length:
+            raise ValueError(f"curriculum.start {start} should not be above max_length {self.max_length}")
+        return self
+
+
+class BatchSection(Section):
+    by: Literal["sentences", "cost"] = setting("sentences", "a number of sentences, or a budget of cost")
+    sentences: Count = setting(16, "sentences a batch, if by sentences")
+    cost: Count = setting(8000, "if by cost: budget of words squared, summed over sentences (8000: 16 of PTB)")
+    accumulate: Count = setting(1, "micro-batches of each rank for one optimizer step")
+
+
+class ModelSection(Section):
+    nonterminals: Count = setting(..., "number of nonterminal symbols")
+    preterminals: Count = setting(None, "number of preterminal symbols; null: twice the nonterminals")
+    dimension: Count = setting(512, "dimension of the embeddings and networks")
+    parameterization: Literal["paper", "released", "tables"] = setting(
+        "paper", "networks of the paper, of its released code, or free logits without networks (small grammars)"
+    )
+    init: InitField = setting(Init(), "xavier_normal, xavier_uniform, or normal(symbols, words): standard deviations")
+    root: Literal["all", "nonterminals"] = setting("all", "start symbol -> any symbol, or nonterminals as in the paper")
+    eos: Literal["implicit", "explicit"] = setting("implicit", "explicit: every line ends in an <eos> terminal")
+    state_dropout: Fraction = setting(0.0, "fraction of the symbols left out at each step")
+    state_dropout_until: float = setting(1.0, "fraction of the steps with state dropout; then all symbols", ge=0, le=1)
+
+    @check(mode="before")
+    @classmethod
+    def _preterminals(cls, data: Any) -> Any:
+        """Resolved at once, so that the saved settings say what was used."""
+        if isinstance(data, dict) and data.get("preterminals") is None:
+            given = data.get("nonterminals")  # if that is wrong, it will be the only thing reported
+            return data | {"preterminals": 2 * given if type(given) is int and given > 0 else 1}
+        return data
+
+
+class InsideSection(Section):
+    backend: Literal["auto", "torch", "reference", "triton"] = setting("auto", "implementation of the inside algorithm")
+    precision: Precision = setting("fp32", "precision of the inside algorithm in training")
+
+
+class ScheduleSection(Section):
+    kind: Literal["constant", "linear", "cosine"] = setting("constant", "how the learning rate falls")
+    warmup_steps: int = setting(0, "steps in which the learning rate rises from 0", ge=0)
+    final_fraction: float = setting(0.0, "what is left of the learning rate at the end (linear, cosine)", ge=0, le=1)
+
+
+class OptimizerSection(Section):
+    name: Literal["adam", "adamw"] = setting("adam", "adamw decouples weight decay from the gradient")
+    learning_rate: float = setting(2e-3, "highest learning rate", gt=0)
+    betas: list[Fraction] = setting([0.75, 0.999], "Adam's decay of both moments", min_length=2, max_length=2)
+    eps: float = setting(1e-8, "Adam's epsilon, on the scale of loss.normalise", gt=0)
+    weight_decay: float = setting(0.0, "with adam a penalty in the gradient, with adamw decoupled", ge=0)
+    clip: float | None = setting(3.0, "largest gradient norm, on the scale of loss.normalise; null: no clipping", gt=0)
+    schedule: ScheduleSection = setting(ScheduleSection, "of the learning rate")
+    max_skipped_in_a_row: Count = setting(20, "updates in a row skipped for infinite gradients before training stops")
+
+
+class LossSection(Section):
+    normalise: Literal["sentences", "tokens"] = setting("sentences", "what the summed loss is divided by")
+
+
+class TrainingSection(Section):
+    epochs: Count = setting(30, "most passes over the training text")
+    max_steps: Count | None = setting(None, "most optimizer steps; null: as the epochs need")
+    log_every: Count = setting(50, "steps between two lines of metrics")
+
+
+class EvaluationSection(Section):
+    every_epochs: float | None = setting(1.0, "epochs (or a fraction of one) between two evaluations; null: off", gt=0)
+    every_steps: Count | None = setting(None, "also evaluate every so many steps; null: off")
+    patience: Count | None = setting(5, "evaluations without improvement before training stops; null: never")
+    precision: Precision = setting("fp32", "precision of the inside algorithm in evaluation")
+    batch_cost: Count = setting(25600, "budget of words squared of an evaluation batch")
+    max_length: Count | None = setting(250, "longer validation sentences are left out; null: keep all")
+
+
+class EmaSection(Section):
+    decay: float | None = setting(None, "decay of the moving average of the weights; null: off", gt=0, lt=1)
+
+
+class CheckpointSection(Section):
+    every_steps: Count | None = setting(None, "save every so many steps, besides at every evaluation; null: off")
+    keep_last: Count = setting(2, "checkpoints kept besides the best one")
+
+
+class TrackingSection(Section):
+    mlflow: Switch = setting(True, "log to MLflow besides metrics.jsonl")
+    experiment: str = setting("lm_pcfg", "MLflow's experiment", min_length=1)
+
+
+class Settings(Section):
+    name: str = setting("run", "of the run and its folder; by default that of the config file", pattern=_NAME_PATTERN)
+    runs_folder: str = setting("runs", "folder of the run folders", min_length=1)
+    seed: int = setting(0, "seed of all randomness", ge=0, lt=2**63)
+    resume: Resume = setting(False, "false, auto (continue if the run exists) or the path of a checkpoint")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to compute")
+    threads: Count | None = setting(None, "CPU threads of a process; null: the cores of the machine, shared out")
+    data: DataSection = setting(..., "text")
+    batch: BatchSection = setting(BatchSection, "how sentences are put together")
+    model: ModelSection = setting(..., "the grammar")
+    inside: InsideSection = setting(InsideSection, "the inside algorithm")
+    optimizer: OptimizerSection = setting(OptimizerSection, "the optimizer")
+    loss: LossSection = setting(LossSection, "the loss")
+    training: TrainingSection = setting(TrainingSection, "how long to train")
+    evaluation: EvaluationSection = setting(EvaluationSection, "on the validation text")
+    ema: EmaSection = setting(EmaSection, "moving average of the weights")
+    checkpoint: CheckpointSection = setting(CheckpointSection, "what is kept")
+    tracking: TrackingSection = setting(TrackingSection, "where metrics go")
+
+    @check(mode="after")
+    def _reference_is_exact(self) -> Settings:
+        for precision in (self.inside.precision, self.evaluation.precision):
+            if self.inside.backend == "reference" and precision not in ("fp64", "fp32"):
+                raise ValueError(f"inside.backend reference computes in fp64 or fp32, not {precision}")
+        return self
+
+
+# ---- YAML -----------------------------------------------------------------------------------------------------------
+
+# YAML 1.2 rather than 1.1: 2e-3 is a number; on, off, yes, no and dates are text; no octal, no base 60.
+_SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),  # the last ones are the first characters
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
+    ("float", r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)"
+              r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.0123456789")),
+)  # fmt: skip
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}  # noqa: RUF012
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys: set[str] = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            if key in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
+            keys.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever YAML 1.1 or our loader would not read back as text."""
+
+
+for _tag, _pattern, _first in _SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, None if text.isprintable() else '"'),
+)
+_Dumper.add_representer(list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, True))
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise SettingsError(f"{where}: {line}{error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise SettingsError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
+
+
+def dump_yaml(settings: Settings) -> str:
+    """All settings, defaults included, in the order of their definition; `load_settings` reads them back the same."""
+    return yaml.dump(settings.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
+    """The settings of a YAML file with `dotted.key=value` overrides, whose values are YAML too."""
+    path = Path(path)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
+    except OSError as error:  # no such file, a folder, no permission
+        raise SettingsError(f"{path}: cannot be read ({error.strerror}); check --config") from None
+    values = _checked_section(_parse_yaml(text, str(path)), Settings, [], str(path))
+    overridden = [_apply_override(values, override) for override in overrides or []]
+    if values.get("name") is None:
+        values["name"] = re.sub(r"[^A-Za-z0-9._+=-]+", "-", path.stem).lstrip(".+=-") or "run"
+    try:
+        return Settings.model_validate(values)
+    except PydanticError as error:
+        raise SettingsError(_first_problem(error, values, path, overridden)) from None
+
+
+def _checked_section(value: Any, kind: type[Section], keys: list[str], where: str) -> dict[str, Any]:
+    """The section's values with known keys only and with every section in it, so that missing keys have full names."""
+    value = {} if value is None else value  # nothing after the colon
+    if not isinstance(value, dict):
+        what, first = ".".join(keys) or "the file", next(iter(kind.model_fields))
+        raise SettingsError(f"{where}: {what} = {reprlib.repr(value)} should be a section with keys such as {first!r}")
+    for key in value:
+        if key not in kind.model_fields:
+            raise SettingsError(f"{where}: {_unknown_key([*keys, str(key)], kind)}")
+    result = dict(value)
+    for key, field in kind.model_fields.items():
+        if child := _section_of(field):
+            result[key] = _checked_section(value.get(key), child, [*keys, key], where)
+    return result
+
+
+def _apply_override(values: dict[str, Any], override: str) -> str:
+    """Sets one `dotted.key=value` in values, and returns the key."""
+    where = "command line"
+    dotted, equals, text = override.strip().partition("=")
+    if not equals or not dotted:
+        raise SettingsError(f"{where}: {override!r} should be of the form dotted.key=value")
+    *above, last = keys = dotted.split(".")
+    kind: type[Section] = Settings
+    place = values
+    for depth, key in enumerate(above):
+        child = _section_of(kind.model_fields.get(key))
+        if child is None:
+            raise SettingsError(f"{where}: {_unknown_key(keys[: depth + 1], kind)}")
+        kind, place = child, place[key]
+    if last not in kind.model_fields:
+        raise SettingsError(f"{where}: {_unknown_key(keys, kind)}")
+    # A lone - would be a list of nothing; it means standard input.
+    value = "-" if text.strip() == "-" else _parse_yaml(text, f"{where}: {dotted}")
+    section = _section_of(kind.model_fields[last])
+    place[last] = _checked_section(value, section, keys, where) if section else value
+    return dotted
+
+
+def _section_of(field: FieldInfo | None) -> type[Section] | None:
+    kind = field.annotation if field else None
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _all_keys(kind: type[Section] = Settings, prefix: str = "") -> Iterator[str]:
+    for key, field in kind.model_fields.items():
+        yield prefix + key
+        if child := _section_of(field):
+            yield from _all_keys(child, f"{prefix}{key}.")
+
+
+def _unknown_key(keys: list[str], kind: type[Section]) -> str:
+    """Says what may have been meant: a similar key of this section, or the same key (else a similar one) elsewhere."""
+    from difflib import get_close_matches  # 20 ms, for errors only
+
+    *above, name = keys
+    if name in kind.model_fields:
+        return f"{'.'.join(keys)!r} is not a section: it has no keys"
+    paths: dict[str, list[str]] = {}  # last part of a key -> keys
+    for key in _all_keys():
+        paths.setdefault(key.rsplit(".", 1)[-1], []).append(key)
+    here = [".".join([*above, key]) for key in get_close_matches(name, kind.model_fields, n=1)]
+    elsewhere = [key for key in paths.get(name, []) if key not in here]
+    similar = [key for last in get_close_matches(name, paths, n=1) for key in paths[last]]
+    meant = " or ".join(repr(key) for key in (here + elsewhere or similar)[:4])
+    hint = f"did you mean {meant}?" if meant else f"keys here: {', '.join(kind.model_fields)}"
+    return f"unknown key {'.'.join(keys)!r} ({hint})"
+
+
+_PLAIN_WORDS = {
+    "a valid integer": "a whole number", "a valid number": "a number", "a valid string": "text (in quotes if need be)",
+    "a valid boolean": "true or false", "a valid list": "a list", " after validation": "",
+    "greater than or equal to": "at least", "less than or equal to": "at most",
+    "greater than": "above", "less than": "below",
+}  # fmt: skip
+
+
+def _first_problem(error: PydanticError, values: dict[str, Any], path: Path, overridden: list[str]) -> str:
+    problem, *others = error.errors(include_url=False)
+    keys = [str(part) for part in problem["loc"] if not isinstance(part, int)]  # betas.0 is betas
+    dotted = ".".join(keys)
+    kind: type[Section] | None = Settings
+    field: FieldInfo | None = None
+    value: Any = values
+    for key in keys:
+        field = kind.model_fields[key] if kind else None
+        kind = _section_of(field) if field else None
+        value = value.get(key)
+    where = str(path)
+    if any(f"{dotted}.".startswith(f"{key}.") for key in overridden):
+        where = "command line"
+    elif kind is not None and overridden:  # a check across several keys
+        where += " and command line"
+    more = f" (and {len(others)} more)" if others else ""
+    if problem["type"] == "missing" and field is not None:
+        return f"{where}: missing key {dotted!r} ({field.description}); set it in the file or with {dotted}=...{more}"
+    message = re.sub(r"^(Input |Value error, |String |List )", "", problem["msg"])
+    for technical, plain in _PLAIN_WORDS.items():
+        message = message.replace(technical, plain)
+    if kind is not None:  # a check across the keys of a section
+        return f"{where}: {dotted}: {message}{more}"
+    if field is not None and type(None) in get_args(field.annotation):
+        message += " or null"
+    return f"{where}: {dotted} = {reprlib.repr(value)} {message}{more}"

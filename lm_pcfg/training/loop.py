@@ -1,0 +1,427 @@
+"""The training loop, from settings to a finished run. Read it from `train` down."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flash_inside import Statistics
+from lm_pcfg.console import Progress, duration, progress, say, warn
+from lm_pcfg.corpus.batches import Batch
+from lm_pcfg.corpus.vocabulary import Vocabulary
+from lm_pcfg.errors import UserError
+from lm_pcfg.grammar import analysis
+from lm_pcfg.grammar.boundary import backward_through
+from lm_pcfg.grammar.build import build_model
+from lm_pcfg.grammar.likelihood import corpus_score, sentence_log_probabilities
+from lm_pcfg.grammar.state_dropout import draw_kept
+from lm_pcfg.settings import Settings, dump_yaml
+from lm_pcfg.training import checkpoint, data
+from lm_pcfg.training.engine import Engine, peak_memory
+from lm_pcfg.training.metrics_file import MetricsFile
+from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor, make_optimizer
+from lm_pcfg.training.run_folder import RunFolder, choose_start
+from lm_pcfg.training.stop_signals import StopSignals
+from lm_pcfg.training.tracking import NoTracker, Status, Tracker
+
+
+class TrainingStopped(UserError):
+    """The run cannot go on; its last good checkpoint is intact."""
+
+
+@dataclass
+class Window:
+    """Sums since the last line of metrics."""
+
+    steps: int = 0
+    nll: float = 0.0
+    sentences: float = 0.0
+    words: float = 0.0
+    gradient_norm: float = 0.0
+    skipped: int = 0
+    recomputed: float = 0.0
+
+
+@dataclass
+class Position:
+    """All that a checkpoint keeps besides tensors and the place in the data."""
+
+    step: int = 0
+    best_nll: float | None = None  # per token, of the validation text
+    best_step: int | None = None
+    evaluated_step: int | None = None  # the last step with an evaluation
+    evaluations_since_best: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    ema_updates: int = 0
+    window: Window = field(default_factory=Window)
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Position:
+        names = cls.__dataclass_fields__
+        return cls(**{name: state[name] for name in names if name != "window"}, window=Window(**state["window"]))
+
+
+def train(settings: Settings) -> Path:
+    """Run the training that the settings describe; returns the run folder."""
+    engine = Engine(settings)
+    start = engine.from_main(choose_start(settings, warn) if engine.is_main else None)
+    assert start is not None
+    folder = RunFolder(start.folder)
+    if engine.is_main:
+        folder.claim()
+    vocabulary = folder.load_vocabulary(start.from_checkpoint) if start.from_checkpoint else None
+    trainer = Trainer(settings, engine, vocabulary)
+    if start.from_checkpoint is not None:
+        trainer.restore(start.from_checkpoint)
+    if engine.is_main:
+        folder.save_vocabulary(trainer.corpora.vocabulary)
+        folder.write_config(settings)
+        folder.mark_finished(False)
+        where = f", continued from step {trainer.position.step}" if start.from_checkpoint else ""
+        say(f"run {start.folder}{where}: {engine.describe()}")
+    trainer.run(folder)
+    return start.folder
+
+
+def dry_run(settings: Settings) -> dict[str, Any]:
+    """Build everything, make one step, write nothing to the run folder; what it took."""
+    trainer = Trainer(settings, Engine(settings), None)
+    batches = trainer.stream.next_step()
+    began = time.perf_counter()
+    finite = trainer.step(batches)
+    seconds = time.perf_counter() - began
+    window = trainer.position.window
+    return {
+        "device": trainer.engine.describe(),
+        "parameters": sum(parameter.numel() for parameter in trainer.parameters),
+        "vocabulary": len(trainer.corpora.vocabulary),
+        "steps_per_epoch": trainer.stream.steps_per_epoch(0),
+        "total_steps": trainer.total_steps,
+        "sentences": window.sentences,
+        "words": window.words,
+        "nll_per_sentence": window.nll / max(1.0, window.sentences) if finite else math.inf,
+        "first_step_seconds": round(seconds, 3),
+        "peak_memory": peak_memory(trainer.engine.device),
+    }
+
+
+class Trainer:
+    def __init__(self, settings: Settings, engine: Engine, vocabulary: Vocabulary | None):
+        self.settings, self.engine = settings, engine
+        self.corpora = data.load_corpora(settings, vocabulary)
+        self.stream = data.training_stream(settings, self.corpora.train, rank=engine.rank, world_size=engine.world_size)
+        model = build_model(settings.model, len(self.corpora.vocabulary), settings.seed).to(engine.device)
+        self.parameters = list(model.parameters())
+        self.optimizer = make_optimizer(self.parameters, settings.optimizer)
+        self.plain_model = model
+        self.average = MovingAverage(model, settings.ema.decay) if settings.ema.decay else None
+        # `model` is what the engine wraps (gradients are averaged over ranks there); plain_model has the same weights.
+        self.model, self.optimizer = engine.accelerator.prepare(model, self.optimizer)
+        self.position = Position()
+        self.total_steps = sum(self.stream.steps_per_epoch(epoch) for epoch in range(settings.training.epochs))
+        if settings.training.max_steps is not None:
+            self.total_steps = min(self.total_steps, settings.training.max_steps)
+
+    # ---- one optimizer step -----------------------------------------------------------------------------------------
+
+    def step(self, batches: list[Batch]) -> bool:
+        """One forward and one backward pass of the networks, whatever the number of micro-batches.
+
+        False: loss or gradient were not finite, and the update was left out.
+        """
+        settings, position = self.settings, self.position
+        by_tokens = settings.loss.normalise == "tokens"
+        own = [float(sum(batch.n_sentences for batch in batches)), float(sum(batch.n_words for batch in batches))]
+        sentences, words = self.engine.sums(own)  # of all ranks
+        count = words + sentences if by_tokens else sentences
+
+        model = settings.model
+        dropout = model.state_dropout if position.step < model.state_dropout_until * self.total_steps else 0.0
+        kept = draw_kept(model.nonterminals, model.preterminals, dropout, seed=settings.seed, step=position.step)
+        grammar = self.model(kept)
+        leaves = grammar.detached()
+        nll = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        statistics = Statistics()
+        for batch in batches:
+            if batch.n_sentences:
+                log_z = leaves.log_likelihood(
+                    torch.from_numpy(batch.words).to(self.engine.device), batch.lengths,
+                    precision=settings.inside.precision, backend=settings.inside.backend, statistics=statistics,
+                )  # fmt: skip
+                # The engine averages over ranks, so that the gradient is that of (sum over all ranks) / global count.
+                (-log_z.sum() * (self.engine.world_size / count)).backward()
+                nll -= log_z.detach().double().sum()
+        self.engine.accelerator.backward(backward_through(grammar, leaves))
+        clip = settings.optimizer.clip
+        norm = self.engine.accelerator.clip_grad_norm_(self.parameters, clip if clip is not None else math.inf)
+        total_nll, recomputed = self.engine.sums([nll.item(), float(statistics.recomputed)])
+
+        finite = math.isfinite(total_nll) and math.isfinite(float(norm))
+        if finite:
+            factor = learning_rate_factor(settings.optimizer.schedule, position.step, self.total_steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = settings.optimizer.learning_rate * factor
+            self.optimizer.step()
+            if self.average is not None:
+                self.average.update(self.plain_model)
+        self.optimizer.zero_grad()
+        self._count(finite, total_nll, float(norm), sentences, words, recomputed)
+        return finite
+
+    def _count(self, finite: bool, nll: float, norm: float, sentences: float, words: float, recomputed: float) -> None:
+        position, window = self.position, self.position.window
+        position.step += 1
+        window.steps += 1
+        window.recomputed += recomputed
+        if finite:
+            position.skipped_in_a_row = 0
+            window.nll += nll
+            window.sentences += sentences
+            window.words += words
+            window.gradient_norm += norm
+        else:
+            position.skipped += 1
+            position.skipped_in_a_row += 1
+            window.skipped += 1
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.metrics = MetricsFile(folder.path / "metrics.jsonl", warn)
+        self.tracker = self._start_tracking()
+        if self.engine.is_main:
+            self.metrics.truncate_after(self.position.step)
+            say(data.describe("train", self.corpora.train))
+            if self.corpora.valid is not None:
+                say(data.describe("valid", self.corpora.valid))
+        status: Status = "FAILED"
+        try:
+            with (
+                StopSignals() as stop,
+                progress("step", self.total_steps, done=self.position.step, show=self.engine.is_main) as bar,
+            ):
+                reason = self._loop(stop, bar)
+            status = "KILLED" if stop.received else "FINISHED"
+            if self.engine.is_main:
+                folder.mark_finished(status == "FINISHED", reason)
+                again = "; the same command with resume=auto continues it" if stop.received else ""
+                say(f"{reason}{again}")
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            self.metrics.close()
+            self.tracker.finish(status)
+
+    def _loop(self, stop: StopSignals, bar: Progress) -> str:
+        """Why it ended, in words."""
+        settings, position = self.settings, self.position
+        self._last_log = time.perf_counter()
+        saved_step = position.step
+        while position.step < self.total_steps and not self._out_of_patience():
+            epoch, batch_of_epoch = self.stream.epoch, self.stream.state()["batch"]
+            finite = self.step(self.stream.next_step())
+            if not finite:
+                bar.message(f"step {position.step}: loss or gradient is not finite, update skipped")
+                if position.skipped_in_a_row >= settings.optimizer.max_skipped_in_a_row:
+                    kept = checkpoint.latest(self.folder.path)
+                    raise TrainingStopped(
+                        f"{position.skipped_in_a_row} updates in a row were not finite, training stops; last good "
+                        f"checkpoint: {kept or 'none yet'}; try a lower learning rate or a longer warm-up"
+                    )
+            detail = ""
+            if position.step % settings.training.log_every == 0 or position.step == self.total_steps:
+                detail = self._log_window(epoch)
+            bar.advance(1, detail)
+            stopping = self._stop_agreed(stop)
+            if self._evaluation_is_due(epoch, batch_of_epoch) and not stopping:
+                self._evaluate(bar)
+                saved_step = self._save()
+            elif stopping or (settings.checkpoint.every_steps and position.step % settings.checkpoint.every_steps == 0):
+                saved_step = self._save()
+            if stopping:
+                return f"stopped by {stop.received or 'another process'} after step {position.step}"
+        if saved_step != position.step:
+            self._save()
+        best = (
+            f", best validation perplexity {math.exp(position.best_nll):.3f} at step {position.best_step}"
+            if (position.best_nll is not None)
+            else ""
+        )
+        why = "no improvement" if self._out_of_patience() else "finished"
+        return f"{why} after step {position.step}{best}"
+
+    def _stop_agreed(self, stop: StopSignals) -> bool:
+        return self.engine.sums([float(stop.received is not None)])[0] > 0
+
+    def _out_of_patience(self) -> bool:
+        patience = self.settings.evaluation.patience
+        return patience is not None and self.position.evaluations_since_best >= patience
+
+    def _evaluation_is_due(self, epoch: int, batch_before: int) -> bool:
+        """After this step, which began at batch `batch_before` of `epoch`."""
+        if self.corpora.valid is None:
+            return False
+        evaluation, step = self.settings.evaluation, self.position.step
+        if step == self.total_steps or (evaluation.every_steps and step % evaluation.every_steps == 0):
+            return True
+        if evaluation.every_epochs is None:
+            return False
+        batches = self.stream.batches_per_epoch(epoch)
+        after = self.stream.state()
+        done = batches if after["epoch"] > epoch else after["batch"]
+        passed = [
+            math.floor((epoch + part / batches) / evaluation.every_epochs + 1e-9) for part in (batch_before, done)
+        ]
+        return passed[1] > passed[0]
+
+    # ---- evaluation, metrics, checkpoints ---------------------------------------------------------------------------
+
+    def _evaluate(self, bar: Progress) -> None:
+        assert self.corpora.valid is not None
+        settings, position = self.settings, self.position
+        began = time.perf_counter()
+        statistics = Statistics()
+        averaged = self.average.in_place_of(self.plain_model) if self.average else nullcontext()
+        with averaged, torch.no_grad():  # the grammar shares memory with the weights, so it lives in here
+            grammar = self.plain_model(None)
+            log_p = sentence_log_probabilities(
+                grammar, self.corpora.valid, batch_cost=settings.evaluation.batch_cost,
+                precision=settings.evaluation.precision, backend=settings.inside.backend, statistics=statistics,
+            )  # fmt: skip
+            properties = analysis.summary(grammar)
+        score = corpus_score(self.corpora.valid, log_p)
+        nll = score.nll / score.tokens if score.tokens else math.inf
+        position.evaluated_step = position.step
+        if position.best_nll is None or nll < position.best_nll:
+            position.best_nll, position.best_step, position.evaluations_since_best = nll, position.step, 0
+        else:
+            position.evaluations_since_best += 1
+        seconds = time.perf_counter() - began
+        self._record(
+            {
+                "valid/ppl": score.perplexity,
+                "valid/ppl_words": score.words_perplexity,
+                "valid/nll": score.nll,
+                "valid/tokens": score.tokens,
+                "valid/impossible": score.impossible,
+                "valid/recomputed": statistics.recomputed,
+                "valid/seconds": round(seconds, 3),
+                **properties,
+            }
+        )
+        mark = "  best so far" if position.evaluations_since_best == 0 else ""
+        bar.message(
+            f"step {position.step}: validation perplexity {score.perplexity:.3f} ({duration(seconds)}){mark}"
+            if self.engine.is_main
+            else ""
+        )
+        self._last_log = time.perf_counter()
+
+    def _log_window(self, epoch: int) -> str:
+        """Write the sums since the last time; what the progress line shows."""
+        window, now = self.position.window, time.perf_counter()
+        seconds, self._last_log = now - self._last_log, now
+        self.position.window = Window()
+        updates = window.steps - window.skipped
+        metrics: dict[str, float] = {
+            "epoch": epoch,
+            "train/skipped": self.position.skipped,
+            "train/recomputed": window.recomputed,
+            "train/learning_rate": self.optimizer.param_groups[0]["lr"],
+        }
+        detail = "no finite update"
+        if updates:
+            tokens = window.words + window.sentences
+            perplexity = math.exp(min(700.0, window.nll / tokens))
+            metrics |= {
+                "train/loss": window.nll / (tokens if self.settings.loss.normalise == "tokens" else window.sentences),
+                "train/ppl": perplexity,
+                "train/gradient_norm": window.gradient_norm / updates,
+                "train/words_per_second": window.words / seconds,
+                "train/sentences_per_second": window.sentences / seconds,
+            }
+            detail = (
+                f"epoch {epoch + 1}  loss {metrics['train/loss']:.4f}  ppl {perplexity:.2f}  "
+                f"{metrics['train/words_per_second']:,.0f} words/s"
+            )
+        self._record(metrics)
+        return detail
+
+    def _record(self, metrics: dict[str, float]) -> None:
+        if self.engine.is_main:
+            self.metrics.append(self.position.step, metrics)
+            self.tracker.log(self.position.step, metrics)
+
+    def _start_tracking(self) -> Tracker | NoTracker:
+        if not (self.engine.is_main and self.settings.tracking.mlflow):
+            return NoTracker()
+        vocabulary = self.corpora.vocabulary
+        return Tracker(
+            run_name=self.folder.path.name,
+            experiment=self.settings.tracking.experiment,
+            run_id=self.folder.tracking_id,
+            parameters=self.settings.model_dump(mode="json"),
+            artifacts={"config.yaml": dump_yaml(self.settings), "vocabulary_hash.txt": vocabulary.hash + "\n"},
+            tags={"run_folder": str(self.folder.path.resolve()), "vocabulary_hash": vocabulary.hash},
+            warn=warn,
+            remember_run_id=self.folder.remember_tracking_id,
+        )
+
+    def _save(self) -> int:
+        """A checkpoint of this step; `best` follows the validation text."""
+        position = self.position
+        position.ema_updates = self.average.updates if self.average else 0
+        if self.engine.is_main:
+            named = list(self.plain_model.named_parameters())
+            saved = checkpoint.save(
+                self.folder.path,
+                position.step,
+                model=dict(self.plain_model.state_dict()),
+                optimizer=checkpoint.optimizer_tensors(self._torch_optimizer(), named),
+                ema=self.average.weights if self.average else None,
+                state={
+                    **asdict(position),
+                    "data": self.stream.state(),
+                    "epoch": self.stream.epoch,
+                    "seed": self.settings.seed,
+                    "world_size": self.engine.world_size,
+                    "vocabulary_hash": self.corpora.vocabulary.hash,
+                },
+            )
+            if position.best_step == position.step:
+                checkpoint.point_best(self.folder.path, saved)
+            checkpoint.prune(self.folder.path, self.settings.checkpoint.keep_last)
+        return position.step
+
+    def restore(self, folder: Path) -> None:
+        """Continue bit for bit from a checkpoint."""
+        loaded = checkpoint.load(folder, device=self.engine.device, with_optimizer=True)
+        state = loaded.state
+        if state["vocabulary_hash"] != self.corpora.vocabulary.hash:
+            raise UserError(f"{folder} was trained with another vocabulary than its run's folder vocab/ holds")
+        try:
+            self.plain_model.load_state_dict(loaded.model)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{folder} does not fit the settings of `model`: {reason[:300]}") from None
+        assert loaded.optimizer is not None
+        checkpoint.load_optimizer_tensors(
+            self._torch_optimizer(), list(self.plain_model.named_parameters()), loaded.optimizer
+        )
+        self.position = Position.of(state)
+        if self.average is not None:
+            # A run that had no average so far starts one from its weights.
+            self.average.load(loaded.ema or loaded.model, self.position.ema_updates)
+        self.stream.restore(state["data"])
+
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it

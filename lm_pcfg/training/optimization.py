@@ -1,0 +1,77 @@
+"""The optimizer, the learning rate, and the moving average of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lm_pcfg.settings import OptimizerSection, ScheduleSection
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSection) -> torch.optim.Optimizer:
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.name]
+    beta1, beta2 = settings.betas
+    return kind(
+        parameters,
+        lr=settings.learning_rate,
+        betas=(beta1, beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def learning_rate_factor(schedule: ScheduleSection, step: int, total_steps: int) -> float:
+    """Factor of the highest learning rate for a step counted from 0: it rises over the warm-up, then falls or stays.
+
+    The last step of a run has about `final_fraction` of the rate; steps beyond total_steps keep it.
+    """
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    remaining = max(1, total_steps - schedule.warmup_steps)
+    progress = min(1.0, (step - schedule.warmup_steps) / remaining)
+    fall = 1.0 - progress if schedule.kind == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
+    return schedule.final_fraction + (1.0 - schedule.final_fraction) * fall
+
+
+class MovingAverage:
+    """EMA of the weights. Early on the decay is smaller, (1 + n) / (10 + n), so that the start is soon forgotten."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay = decay
+        self.updates = 0
+        self.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def update(self, model: nn.Module) -> None:
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        self.updates += 1
+        parameters = dict(model.named_parameters())
+        torch._foreach_lerp_(
+            list(self.weights.values()), [parameters[name].detach() for name in self.weights], 1.0 - decay
+        )
+
+    def load(self, weights: dict[str, Tensor], updates: int) -> None:
+        self.updates = updates
+        for name, tensor in self.weights.items():
+            tensor.copy_(weights[name])
+
+    @contextmanager
+    def in_place_of(self, model: nn.Module) -> Iterator[None]:
+        """The model with the averaged weights, for an evaluation."""
+        own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        _fill(model, self.weights)
+        try:
+            yield
+        finally:
+            _fill(model, own)
+
+
+def _fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])

@@ -1,0 +1,95 @@
+"""Which folder a run writes to, and what it continues from. Nothing that exists is ever overwritten by a new run."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import IO
+
+from lm_pcfg.corpus.vocabulary import Vocabulary
+from lm_pcfg.errors import UserError
+from lm_pcfg.settings import Settings, dump_yaml
+from lm_pcfg.training import checkpoint
+
+
+@dataclass(frozen=True)
+class Start:
+    """folder: of the run; from_checkpoint: where it continues, None = from the beginning."""
+
+    folder: Path
+    from_checkpoint: Path | None
+
+
+def choose_start(settings: Settings, warn: Callable[[str], None]) -> Start:
+    """resume: false - a new run, beside an older one of the same name as name-2, name-3 ...;
+    auto - continue the run of this name if it has a checkpoint; PATH - continue from that checkpoint, in its own run
+    if it is the newest there, else as a new run.
+    """
+    folder = Path(settings.runs_folder) / settings.name
+    if settings.resume == "auto":
+        return Start(folder, checkpoint.find_resumable(folder, warn))
+    if settings.resume is False:
+        return Start(_unused(folder), None)
+    source_run, source = checkpoint.resolve_checkpoint(Path(str(settings.resume)), Path(settings.runs_folder))
+    checkpoint.verify(source)
+    newest = checkpoint.latest(source_run)
+    if folder.resolve() == source_run and newest is not None and newest.resolve() == source:
+        return Start(folder, source)
+    return Start(_unused(folder), source)
+
+
+def _unused(folder: Path) -> Path:
+    """The folder itself if no run is there yet, else folder-2, folder-3 ..."""
+    names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
+    return next(name for name in names if not any((name / part).exists() for part in ("config.yaml", "checkpoints")))
+
+
+class RunFolder:
+    """The files of a run apart from checkpoints and metrics. One training at a time may hold it."""
+
+    def __init__(self, folder: Path):
+        self.path = folder
+        self._lock: IO[str] | None = None
+
+    def claim(self) -> None:
+        """Keep a second training out of the folder, for as long as this process lives."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.path} is in use by another training; give this one another name=...") from None
+        except OSError as error:
+            raise UserError(f"cannot write to {self.path}: {error.strerror}; set runs_folder=...") from None
+
+    def write_config(self, settings: Settings) -> None:
+        (self.path / "config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
+
+    def load_vocabulary(self, from_checkpoint: Path) -> Vocabulary:
+        """Of the run that a checkpoint belongs to; copied if that is another run."""
+        source = from_checkpoint.resolve().parents[1] / "vocab"
+        if not (self.path / "vocab").exists() and source.parent != self.path.resolve():
+            shutil.copytree(source, self.path / "vocab")
+        return Vocabulary.load(source)
+
+    def save_vocabulary(self, vocabulary: Vocabulary) -> None:
+        vocabulary.save(self.path / "vocab")
+
+    @property
+    def tracking_id(self) -> str | None:
+        file = self.path / "mlflow_run_id"
+        return file.read_text().strip() if file.exists() else None
+
+    def remember_tracking_id(self, run_id: str) -> None:
+        (self.path / "mlflow_run_id").write_text(run_id + "\n")
+
+    def mark_finished(self, finished: bool, reason: str = "") -> None:
+        file = self.path / "FINISHED"
+        if finished:
+            file.write_text(reason + "\n")
+        else:
+            file.unlink(missing_ok=True)

@@ -1,0 +1,291 @@
+"""Batches: every sentence once an epoch on any number of ranks, exact resume, balanced cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lm_pcfg.corpus.batches import (
+    Batch,
+    BatchError,
+    BatchOptions,
+    BatchSource,
+    BatchStream,
+    batch_hash,
+    make_batch,
+    plan_epoch,
+)
+from lm_pcfg.corpus.sentences import Sentences
+
+length_lists = st.lists(st.integers(1, 40), min_size=1, max_size=120)
+batch_options = st.builds(
+    BatchOptions, by=st.sampled_from(["sentences", "cost"]), sentences=st.integers(1, 20),
+    cost=st.integers(1, 5000), accumulate=st.integers(1, 4),
+)  # fmt: skip
+
+
+def corpus(lengths: list[int] | np.ndarray, end_of_sentence: bool = False) -> Sentences:
+    """Sentences of these chart lengths with distinct ids."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    ids = np.arange(offsets[-1], dtype=np.int32)
+    numbers = np.arange(1, len(offsets), dtype=np.int64)
+    return Sentences(ids=ids, offsets=offsets, line_numbers=numbers, end_of_sentence=end_of_sentence)
+
+
+def ptb_like_lengths(count: int, longest: int) -> np.ndarray:
+    """Mean 21 words, standard deviation 10, as in the Penn Treebank."""
+    lengths = np.random.default_rng(0).gamma(4.3, 4.9, size=2 * count).round().astype(np.int64)
+    return lengths[(lengths >= 1) & (lengths <= longest)][:count]
+
+
+def costs_of(lengths: np.ndarray, plan: list[np.ndarray]) -> np.ndarray:
+    return np.array([(lengths[batch] ** 2).sum() for batch in plan])
+
+
+# ---- planning an epoch ----------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(length_lists, batch_options, st.integers(0, 2**63), st.integers(0, 100), st.booleans())
+def test_every_sentence_is_in_one_batch(
+    lengths: list[int], options: BatchOptions, seed: int, epoch: int, shuffle: bool
+) -> None:
+    array = np.array(lengths)
+    arguments = {"by": options.by, "sentences": options.sentences, "cost": options.cost, "shuffle": shuffle}
+    plan = plan_epoch(array, seed=seed, epoch=epoch, **arguments)  # type: ignore[arg-type]
+    assert sorted(np.concatenate(plan).tolist()) == list(range(len(lengths)))
+    if options.by == "sentences":
+        sizes = sorted((len(batch) for batch in plan), reverse=True)
+        assert sizes[:-1] == [options.sentences] * (len(sizes) - 1)
+        assert 1 <= sizes[-1] <= options.sentences
+    else:
+        assert all(len(batch) == 1 or (array[batch] ** 2).sum() <= options.cost for batch in plan)
+    # similar lengths: batches do not overlap, except at their ends
+    ranges = sorted((int(array[batch].min()), int(array[batch].max())) for batch in plan)
+    assert all(before[1] <= after[0] for before, after in pairwise(ranges))
+    again = plan_epoch(array, seed=seed, epoch=epoch, **arguments)  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in plan]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=5, max_size=120), st.integers(0, 200))
+@example([10] * 5, 0)  # the budget takes 4: 3 and 2, not 4 and 1
+def test_cost_is_balanced(lengths: list[int], above: int) -> None:
+    """Where no sentence costs more than a quarter of the budget, 1.5 x the mean is never exceeded."""
+    array = np.array(lengths)
+    budget = 4 * max(lengths) ** 2 + above
+    costs = costs_of(array, plan_epoch(array, by="cost", cost=budget))
+    assert costs.max() <= 1.5 * costs.mean()
+    assert costs.max() <= budget
+
+
+@pytest.mark.parametrize("budget", [1600, 3200, 6400, 8000, 25_600, 400_000])
+@pytest.mark.parametrize("longest", [40, 82])
+def test_cost_is_balanced_on_ptb_like_lengths(longest: int, budget: int) -> None:
+    lengths = ptb_like_lengths(20_000, longest)
+    plan = plan_epoch(lengths, by="cost", cost=budget, epoch=3)
+    costs = costs_of(lengths, plan)
+    oversized = costs > budget
+    assert all(len(batch) == 1 for batch, over in zip(plan, oversized, strict=True) if over)
+    within = costs[~oversized]
+    assert within.max() <= 1.5 * within.mean()
+    if budget >= 6400:
+        assert within.max() <= 1.15 * within.mean()
+        assert len(plan) <= 1.15 * (lengths**2).sum() / budget + 1  # the budget is used
+
+
+def test_sentence_above_the_budget_is_alone() -> None:
+    plan = plan_epoch(np.array([50, 3, 3, 3, 60]), by="cost", cost=100, shuffle=False)
+    assert [batch.tolist() for batch in plan] == [[1, 2, 3], [0], [4]]
+
+
+def test_shuffling() -> None:
+    lengths = ptb_like_lengths(1000, 40)
+
+    def plan(seed: int, epoch: int) -> list[list[int]]:
+        return [batch.tolist() for batch in plan_epoch(lengths, seed=seed, epoch=epoch)]
+
+    plans = [plan(0, 0), plan(0, 1), plan(1, 0)]
+    assert plans[0] != plans[1]
+    assert {frozenset(batch) for batch in plans[0]} != {frozenset(batch) for batch in plans[1]}  # new mixtures
+    assert plans[0] != plans[2]
+    means = [np.mean(lengths[batch]) for batch in plans[0]]
+    assert means != sorted(means)  # batches in random order
+    partial = [min(plan(0, epoch), key=len) for epoch in range(10)]
+    assert all(len(batch) == 1000 % 16 for batch in partial)
+    assert len({int(lengths[batch].max()) for batch in partial}) > 3  # not always the longest sentences
+    in_order = plan_epoch(lengths, shuffle=False)
+    assert lengths[np.concatenate(in_order)].tolist() == sorted(lengths)
+
+
+def test_no_sentences() -> None:
+    for by in ("sentences", "cost"):
+        assert plan_epoch(np.array([], dtype=np.int64), by=by) == []  # type: ignore[arg-type]
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["implicit", "explicit"])
+def test_batch_contents(explicit: bool) -> None:
+    sentences = corpus([2, 3, 4], end_of_sentence=explicit)
+    batch = make_batch(sentences, np.array([2, 0]))
+    assert batch.words.tolist() == [5, 6, 7, 8, 0, 1]
+    assert batch.words.dtype == np.int64
+    assert batch.lengths == [4, 2]
+    assert batch.lines.tolist() == [2, 0]
+    assert batch.n_words == (4 if explicit else 6)
+    assert batch.n_tokens == (6 if explicit else 8)
+    assert batch.n_sentences == 2
+    assert batch.cost == 20
+    empty = make_batch(sentences, np.empty(0, dtype=np.int64))
+    assert (empty.n_sentences, empty.n_words, empty.cost, len(empty.words)) == (0, 0, 0, 0)
+    assert empty.words.dtype == np.int64
+
+
+def test_hash_tells_batches_apart() -> None:
+    sentences = corpus([2, 2, 4])
+    orders = [[0, 1], [1, 0], [0], [2], []]
+    hashes = {batch_hash(make_batch(sentences, np.array(order, dtype=np.int64))) for order in orders}
+    assert len(hashes) == len(orders)
+    assert batch_hash(make_batch(sentences, np.array([2]))) in hashes
+
+
+# ---- streaming ------------------------------------------------------------------------------------------------------
+
+
+def take_epoch(stream: BatchStream) -> list[Batch]:
+    epoch, batches = stream.epoch, []
+    while stream.epoch == epoch:
+        batches.append(next(stream))
+    return batches
+
+
+@settings(deadline=None)
+@given(length_lists, batch_options, st.integers(1, 5), st.booleans())
+def test_ranks_share_every_epoch(lengths: list[int], options: BatchOptions, world_size: int, shuffle: bool) -> None:
+    sentences = corpus(lengths)
+    streams = [
+        BatchStream(sentences, options, seed=1, rank=rank, world_size=world_size, shuffle=shuffle)
+        for rank in range(world_size)
+    ]
+    for epoch in range(2):
+        count = streams[0].batches_per_epoch(epoch)
+        parts = [take_epoch(stream) for stream in streams]
+        assert {len(part) for part in parts} == {-(-count // world_size)}  # all ranks take the same number
+        lines = [line for part in parts for batch in part for line in batch.lines.tolist()]
+        assert sorted(lines) == list(range(len(lengths)))
+        empty = sum(batch.n_sentences == 0 for part in parts for batch in part)
+        assert empty == -count % world_size
+        assert len({json.dumps(stream.state()) for stream in streams}) == 1
+        assert all(stream.epoch == epoch + 1 and stream.at_epoch_start for stream in streams)
+
+
+@settings(deadline=None)
+@given(length_lists, batch_options, st.integers(1, 3))
+def test_steps_do_not_cross_epochs(lengths: list[int], options: BatchOptions, world_size: int) -> None:
+    sentences = corpus(lengths)
+    streams = [BatchStream(sentences, options, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for epoch in range(2):
+        lines: list[int] = []
+        for step in range(streams[0].steps_per_epoch(epoch)):
+            assert streams[0].epoch == epoch, step
+            for stream in streams:
+                batches = stream.next_step()
+                assert len(batches) == options.accumulate
+                lines += [line for batch in batches for line in batch.lines.tolist()]
+        assert sorted(lines) == list(range(len(lengths)))
+        assert all(stream.at_epoch_start and stream.epoch == epoch + 1 for stream in streams)
+
+
+@settings(deadline=None)
+@given(st.data(), length_lists, batch_options)
+def test_resume_continues_with_the_same_batches(data: st.DataObject, lengths: list[int], options: BatchOptions) -> None:
+    sentences = corpus(lengths)
+
+    def curriculum(epoch: int) -> int | None:
+        return min(lengths) + 5 * epoch
+
+    def new_stream() -> BatchStream:
+        return BatchStream(sentences, options, seed=7, max_length_for_epoch=curriculum)
+
+    total = sum(new_stream().batches_per_epoch(epoch) for epoch in range(3))
+    stream, states, hashes = new_stream(), [], []
+    for _ in range(total):
+        states.append(stream.state())
+        hashes.append(batch_hash(next(stream)))
+    stop = data.draw(st.integers(0, total - 1))
+    resumed = new_stream()
+    resumed.restore(json.loads(json.dumps(states[stop])))
+    assert resumed.state() == states[stop]
+    assert [batch_hash(next(resumed)) for _ in range(stop, total)] == hashes[stop:]
+
+
+@settings(max_examples=30, deadline=None)
+@given(length_lists, batch_options, st.integers(1, 4), st.integers(1, 4), st.integers(0, 10))
+def test_resume_at_another_world_size(
+    lengths: list[int], options: BatchOptions, before: int, after: int, rounds: int
+) -> None:
+    sentences = corpus(lengths)
+    old = [BatchStream(sentences, options, rank=rank, world_size=before) for rank in range(before)]
+    rounds = min(rounds, -(-old[0].batches_per_epoch(0) // before) - 1)  # stay within the epoch
+    lines = [line for stream in old for _ in range(rounds) for line in next(stream).lines.tolist()]
+    new = [BatchStream(sentences, options, rank=rank, world_size=after) for rank in range(after)]
+    for stream in new:
+        stream.restore(old[0].state())
+        lines += [line for batch in take_epoch(stream) for line in batch.lines.tolist()]
+    assert sorted(lines) == list(range(len(lengths)))
+
+
+def test_position_of_other_data_is_refused() -> None:
+    sentences, options = corpus([3] * 20), BatchOptions(sentences=4)
+    stream = BatchStream(sentences, options, seed=1)
+    next(stream)
+    state = stream.state()
+    others: list[Callable[[], BatchStream]] = [
+        lambda: BatchStream(sentences, BatchOptions(sentences=5), seed=1),
+        lambda: BatchStream(sentences, BatchOptions(by="cost", cost=36), seed=1),
+        lambda: BatchStream(sentences, options, seed=2),
+        lambda: BatchStream(corpus([3] * 19 + [4]), options, seed=1),
+    ]
+    for other in others:
+        with pytest.raises(BatchError, match="other data or batch settings"):
+            other().restore(state)
+    # accumulation only groups batches, and the start of an epoch is the same place in any plan
+    BatchStream(sentences, BatchOptions(sentences=4, accumulate=3, cost=1), seed=1).restore(state)
+    others[0]().restore(BatchStream(sentences, options).state())
+
+
+def test_length_curriculum() -> None:
+    sentences = corpus([3, 4, 5, 6], end_of_sentence=True)  # 2 to 5 words
+    stream = BatchStream(sentences, BatchOptions(sentences=1), max_length_for_epoch=lambda epoch: 3 + epoch)
+    assert [stream.batches_per_epoch(epoch) for epoch in range(4)] == [2, 3, 4, 4]
+    for epoch in range(4):
+        batches = take_epoch(stream)
+        assert len(batches) == stream.batches_per_epoch(epoch)
+        assert max(batch.n_words for batch in batches) == min(3 + epoch, 5)
+    too_short = BatchStream(sentences, BatchOptions(), max_length_for_epoch=lambda epoch: 1)
+    with pytest.raises(BatchError, match="no sentences of at most 1 words"):
+        next(too_short)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(BatchError, match="no sentences"):
+        BatchStream(corpus([]), BatchOptions())
+    with pytest.raises(BatchError, match="rank"):
+        BatchStream(corpus([1]), BatchOptions(), rank=2, world_size=2)
+    for wrong in ({"by": "words"}, {"sentences": 0}, {"cost": 0}, {"accumulate": 0}):
+        with pytest.raises(BatchError):
+            BatchOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_stream_is_a_batch_source() -> None:
+    source: BatchSource = BatchStream(corpus([1, 2]), BatchOptions())
+    assert source.next_step()[0].n_sentences == 2
+    assert source.epoch == 1

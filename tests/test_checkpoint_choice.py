@@ -1,0 +1,150 @@
+"""Which checkpoint is meant: the list of a run, its best one, what pruning spares, and what --checkpoint accepts."""
+
+import errno
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lm_pcfg.training import checkpoint
+from lm_pcfg.training.checkpoint import CheckpointError
+
+
+def save(run: Path, step: int) -> Path:
+    return checkpoint.save(run, step, model={"weight": torch.ones(3)}, optimizer={}, ema=None, state={})
+
+
+def unsettled_names(run: Path) -> list[str]:
+    return [entry.name for entry in (run / "checkpoints").iterdir() if entry.name.startswith(".")]
+
+
+class TestListBestPrune:
+    def test_list_is_by_step_and_knows_only_whole_names(self, tmp_path: Path) -> None:
+        for step in (20, 3, 123456789, 100):
+            save(tmp_path, step)
+        for name in ("step-", "step-5x", "step-5.tmp", "xstep-5", ".writing-step-00000005.h.1"):
+            (tmp_path / "checkpoints" / name).mkdir()
+        (tmp_path / "checkpoints" / "step-00000006").touch()
+        names = [folder.name for folder in checkpoint.list_checkpoints(tmp_path)]
+        assert names == ["step-00000003", "step-00000020", "step-00000100", "step-123456789"]
+        latest = checkpoint.latest(tmp_path)
+        assert latest is not None
+        assert latest.name == "step-123456789"
+        assert checkpoint.latest(tmp_path / "nowhere") is None
+
+    def test_best_is_a_relative_link_and_moves(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        first, second = save(run, 1), save(run, 2)
+        assert checkpoint.best(run) is None
+        checkpoint.point_best(run, first)
+        assert os.readlink(run / "best") == "checkpoints/step-00000001"
+        checkpoint.point_best(run, second)
+        assert checkpoint.best(run) == second
+        run.rename(tmp_path / "moved")
+        assert checkpoint.best(tmp_path / "moved") == tmp_path / "moved" / "checkpoints" / "step-00000002"
+        assert sorted(entry.name for entry in (tmp_path / "moved").iterdir()) == ["best", "checkpoints"]
+
+    def test_best_that_dangles_or_was_copied(self, tmp_path: Path) -> None:
+        first = save(tmp_path, 1)
+        checkpoint.point_best(tmp_path, save(tmp_path, 2))
+        shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
+        assert checkpoint.best(tmp_path) is None
+        (tmp_path / "best").unlink()
+        shutil.copytree(first, tmp_path / "best")
+        assert checkpoint.best(tmp_path) == tmp_path / "best"
+        assert checkpoint.resolve_checkpoint(tmp_path / "best") == (tmp_path, tmp_path / "best")
+        checkpoint.point_best(tmp_path, first)
+        assert checkpoint.best(tmp_path) == first
+
+    def test_best_must_belong_to_the_run(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="no checkpoint of"):
+            checkpoint.point_best(tmp_path / "one", save(tmp_path / "other", 1))
+
+    def test_an_interrupted_move_keeps_the_old_best(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first, second = save(tmp_path, 1), save(tmp_path, 2)
+        checkpoint.point_best(tmp_path, first)
+
+        def fail(*_: Any) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "replace", fail)
+        with pytest.raises(CheckpointError, match="cannot point"):
+            checkpoint.point_best(tmp_path, second)
+        assert checkpoint.best(tmp_path) == first
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["best", "checkpoints"]
+
+    def test_prune_spares_the_last_the_best_and_the_kept(self, tmp_path: Path) -> None:
+        folders = [save(tmp_path, step) for step in range(1, 8)]
+        checkpoint.point_best(tmp_path, folders[1])
+        checkpoint.prune(tmp_path, keep_last=2, keep={folders[3]})
+        assert checkpoint.list_checkpoints(tmp_path) == [folders[1], folders[3], folders[5], folders[6]]
+        checkpoint.prune(tmp_path, keep_last=10, keep=set())
+        assert len(checkpoint.list_checkpoints(tmp_path)) == 4
+        checkpoint.prune(tmp_path, keep_last=0, keep=set())
+        assert checkpoint.list_checkpoints(tmp_path) == [folders[1]]
+
+    def test_prune_interrupted_leaves_nothing_half_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        save(tmp_path, 1)
+        newest = save(tmp_path, 2)
+
+        def crash(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", crash)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoint.prune(tmp_path, keep_last=1, keep=set())
+        assert checkpoint.list_checkpoints(tmp_path) == [newest]
+        assert len(unsettled_names(tmp_path)) == 1
+        save(tmp_path, 3)
+        assert unsettled_names(tmp_path) == []
+
+
+class TestResolve:
+    def test_from_checkpoint_run_and_link(self, tmp_path: Path) -> None:
+        run = tmp_path / "runs" / "one"
+        first, second = save(run, 1), save(run, 2)
+        assert checkpoint.resolve_checkpoint(first) == (run, first)
+        assert checkpoint.resolve_checkpoint(run) == (run, second)
+        checkpoint.point_best(run, first)
+        assert checkpoint.resolve_checkpoint(run) == (run, first)
+        assert checkpoint.resolve_checkpoint(run / "best") == (run, first)
+
+    def test_default_is_the_run_written_to_last(self, tmp_path: Path) -> None:
+        runs = tmp_path / "runs"
+        now = time.time()
+        for age, name in enumerate(["b", "c", "a"]):
+            os.utime(save(runs / name, 1), (now - 100 * age,) * 2)
+        (runs / "just-started").mkdir()
+        (runs / "notes.txt").touch()
+        assert checkpoint.resolve_checkpoint(None, runs)[0].name == "b"
+        os.utime(save(runs / "a", 2), (now + 100,) * 2)
+        assert checkpoint.resolve_checkpoint(None, runs)[1] == runs / "a" / "checkpoints" / "step-00000002"
+
+    def test_relative_to_the_working_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = save(tmp_path / "runs" / "one", 1)
+        monkeypatch.chdir(tmp_path)
+        assert checkpoint.resolve_checkpoint() == (folder.parents[1], folder)
+
+    def test_errors_name_the_way_out(self, tmp_path: Path) -> None:
+        runs = tmp_path / "runs"
+
+        def message(path: Path | None) -> str:
+            with pytest.raises(CheckpointError) as caught:
+                checkpoint.resolve_checkpoint(path, runs)
+            assert "\n" not in str(caught.value)
+            return str(caught.value)
+
+        way_out = "train one with `lm_pcfg train --config configs/tiny.yaml`, or name one with --checkpoint"
+        assert message(None) == f"no run under {runs}/: {way_out}"
+        (runs / "new").mkdir(parents=True)
+        assert message(None) == f"no run under {runs}/ has a checkpoint yet: {way_out}"
+        assert "neither a run nor a checkpoint folder" in message(runs / "new")
+        (runs / "new" / "config.yaml").touch()
+        assert "has no checkpoint yet" in message(runs / "new")
+        assert "does not exist" in message(runs / "nowhere")
+        assert "is not a folder" in message(runs / "new" / "config.yaml")

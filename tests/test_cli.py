@@ -1,0 +1,273 @@
+"""The commands as a user types them: results on standard output, one clear line for a mistake, exit status 0, 1, 2."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from texts import WORDS, write_config, write_text
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def lm_pcfg(*arguments: str, cwd: Path, text: bytes | None = None, launcher: list[str] | None = None):
+    """Run the command line in a process of its own."""
+    command = [*(launcher or [sys.executable, "-m", "lm_pcfg"]), *arguments]
+    return subprocess.run(
+        command, cwd=cwd, input=text, capture_output=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'kernels'}", "COLUMNS": "100"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A folder with a finished run under runs/, as after a first training."""
+    folder = tmp_path_factory.mktemp("trained")
+    result = lm_pcfg("train", "--config", str(write_config(folder)), cwd=folder)
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stdout == b""
+    return folder
+
+
+def score(folder: Path, file: str, *options: str, text: bytes | None = None):
+    return lm_pcfg("score", file, *options, "--device", "cpu", cwd=folder, text=text)
+
+
+def score_json(folder: Path, file: str, *options: str, text: bytes | None = None) -> dict:
+    result = score(folder, file, "--json", *options, text=text)
+    assert result.returncode == 0, result.stderr.decode()
+    return json.loads(result.stdout)
+
+
+def one_line_error(result, status: int = 1) -> str:
+    assert result.returncode == status
+    assert b"Traceback" not in result.stderr
+    assert result.stdout == b""
+    lines = [line for line in result.stderr.decode().splitlines() if "error" in line.lower()]
+    assert len(lines) == 1, result.stderr.decode()
+    return lines[0]
+
+
+# ---- help -----------------------------------------------------------------------------------------------------------
+
+
+def test_help_answers_quickly_and_imports_nothing_heavy(tmp_path):
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        result = lm_pcfg("--help", cwd=tmp_path)
+        times.append(time.perf_counter() - began)
+        assert result.returncode == 0
+        assert all(command in result.stdout.decode() for command in ("train", "score", "info"))
+    assert min(times) < 0.5
+    heavy = ["torch", "deepspeed", "mlflow", "datasets", "accelerate", "transformers", "triton", "numpy"]
+    code = f"import sys, lm_pcfg.cli; print([name for name in {heavy} if name in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, env=environment).strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["train", "score", "info"])
+def test_every_command_has_help(command, tmp_path):
+    result = lm_pcfg(command, "--help", cwd=tmp_path)
+    assert result.returncode == 0
+    assert b"Usage" in result.stdout
+
+
+# ---- train ----------------------------------------------------------------------------------------------------------
+
+
+def losses(run_folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines for key in ("train/loss", "valid/ppl") if key in line]
+
+
+def test_accelerate_launch_gives_the_same_losses(tmp_path):
+    config = str(write_config(tmp_path))
+    script = str(REPOSITORY / "lm_pcfg" / "train.py")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", script]
+    for name, arguments in (("plain", {}), ("launched", {"launcher": launcher})):
+        first = [] if arguments else ["train"]
+        result = lm_pcfg(*first, "--config", config, f"name={name}", cwd=tmp_path, **arguments)
+        assert result.returncode == 0, result.stderr.decode()
+    plain, launched = (losses(tmp_path / "runs" / name) for name in ("plain", "launched"))
+    assert len(plain) > 4
+    assert plain == launched
+
+
+def test_no_module_of_the_package_folder_shadows_another_package():
+    """`accelerate launch lm_pcfg/train.py` puts lm_pcfg/ on sys.path until train.py takes it off again."""
+    own = {path.stem for path in (REPOSITORY / "lm_pcfg").iterdir() if path.suffix == ".py" or path.is_dir()}
+    own -= {"__init__", "__main__", "__pycache__"}
+    import importlib.metadata
+
+    installed = {name.split(".")[0] for name in importlib.metadata.packages_distributions()}
+    assert not own & (set(sys.stdlib_module_names) | installed)
+
+
+def test_print_config_is_complete_and_reads_back(tmp_path):
+    result = lm_pcfg(
+        "train", "--config", str(write_config(tmp_path)), "--print-config", "model.eos=explicit", cwd=tmp_path
+    )
+    assert result.returncode == 0
+    (tmp_path / "again.yaml").write_bytes(result.stdout)
+    again = lm_pcfg("train", "--config", "again.yaml", "--print-config", cwd=tmp_path)
+    assert again.stdout == result.stdout
+    assert b"eos: explicit" in result.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_makes_one_step_and_writes_nothing(tmp_path):
+    config = str(write_config(tmp_path))
+    before = sorted(tmp_path.rglob("*"))
+    result = lm_pcfg("train", "--config", config, "--dry-run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr.decode()
+    assert b"peak_memory" in result.stdout
+    assert b"parameters" in result.stdout
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--config", "none.yaml"], 1, "none.yaml: cannot be read"),
+        (["--config", "small.yaml", "model.nonterminal=3"], 1, "did you mean 'model.nonterminals'"),
+        (["--config", "small.yaml", "data.train=gone.txt"], 1, "gone.txt"),
+        (["--config", "small.yaml", "inside.backend=reference", "inside.precision=bf16"], 1, "fp64 or fp32"),
+        ([], 2, "--config"),
+    ],
+    ids=lambda value: " ".join(value[2:]) if isinstance(value, list) else None,
+)
+def test_mistakes_in_training_get_one_line(arguments, status, message, tmp_path):
+    write_config(tmp_path)
+    assert message in one_line_error(lm_pcfg("train", *arguments, cwd=tmp_path), status)
+
+
+# ---- score ----------------------------------------------------------------------------------------------------------
+
+
+def test_score_right_after_training_uses_the_newest_best_checkpoint(trained):
+    report = score_json(trained, "valid.txt")
+    assert report["checkpoint"] == str((trained / "runs" / "small" / "best").resolve())
+    lines = [line.split() for line in (trained / "valid.txt").read_text().splitlines()]
+    assert report["lines"] == len(lines)
+    assert report["words"] == sum(map(len, lines))
+    assert report["tokens"] == report["words"] + report["lines"]
+    assert report["ppl"] == pytest.approx(math.exp(report["nll"] / report["tokens"]))
+    assert report["ppl_words"] == pytest.approx(math.exp(report["nll"] / report["words"]))
+    assert report["skipped"] == report["unknown_words"] == 0
+    metrics = [json.loads(line) for line in (trained / "runs/small/metrics.jsonl").read_text().splitlines()]
+    assert report["ppl"] == pytest.approx(min(line["valid/ppl"] for line in metrics if "valid/ppl" in line), rel=1e-6)
+
+
+def test_perplexity_does_not_depend_on_the_batches(trained):
+    alone, together = (score_json(trained, "train.txt", "--batch-cost", cost) for cost in ("1", "1000000"))
+    assert alone["ppl"] == pytest.approx(together["ppl"], rel=1e-6)
+    assert alone["lines"] == together["lines"]
+
+
+def test_per_sentence_keeps_the_input_order_and_blank_lines(trained):
+    text = (trained / "valid.txt").read_text().splitlines()
+    mixed = [text[0], "", text[1], "   ", "the " * 300, text[2], ""]
+    result = score(trained, "-", "--per-sentence", text="\n".join(mixed).encode())
+    assert result.returncode == 0
+    values = result.stdout.decode().split("\n")
+    assert [value == "" for value in values] == [False, True, False, True, False, False, True]
+    assert values[4] == "-inf"
+    for position in (0, 2, 5):
+        alone = score(trained, "-", "--per-sentence", text=mixed[position].encode())
+        assert float(values[position]) == pytest.approx(float(alone.stdout), rel=1e-6)
+    assert "perplexity" not in result.stdout.decode()
+
+
+def test_a_very_long_line_is_refused_with_its_number_and_the_way_out(trained):
+    text = f"the cat sleeps\n{'cat ' * 10_000}\na dog runs\n".encode()
+    report = score_json(trained, "-", text=text)
+    assert (report["lines"], report["skipped"], report["words"]) == (2, 1, 6)
+    result = score(trained, "-", text=text)
+    assert "standard input, line 2: 10,000 words, skipped; --max-length 250" in result.stderr.decode()
+    higher = score_json(trained, "-", "--max-length", "300", text=b"cat " * 299)
+    assert (higher["lines"], higher["skipped"]) == (1, 0)
+
+
+def test_unknown_words_are_counted(trained):
+    report = score_json(trained, "-", text=b"the zebra sees a giraffe\n")
+    assert report["unknown_words"] == 2
+    assert math.isfinite(report["nll"])
+
+
+def test_crlf_and_a_missing_last_newline_change_nothing(trained):
+    plain = score_json(trained, "-", text=b"the cat sleeps\na dog runs\n")
+    windows = score_json(trained, "-", text=b"\xef\xbb\xbfthe cat sleeps\r\na dog runs")
+    assert plain == windows
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "bad.txt: no such file"),
+        (b"", "no line could be scored (it is empty)"),
+        (b"\n \n", "no line could be scored (all blank)"),
+        (b"cat " * 999, "no line could be scored (1 skipped)"),
+        (gzip.compress(b"the cat sleeps\n" * 9), "gzip"),
+        (b"the cat\x00 sleeps\n", "binary"),
+        (b"the cat sleeps\nthe caf\xe9\n", "line 2"),
+    ],
+    ids=["missing", "empty", "blank", "skipped", "gzip", "NUL", "latin-1"],
+)
+def test_bad_files_get_one_clear_line(trained, tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "bad.txt").write_bytes(content)
+    result = score(trained, str(tmp_path / "bad.txt"))
+    assert message.lower() in one_line_error(result).lower()
+
+
+def test_a_folder_is_no_text(trained):
+    assert "folder" in one_line_error(score(trained, "runs"))
+
+
+def test_no_run_yet(tmp_path):
+    write_text(tmp_path / "text.txt", 2)
+    assert "lm_pcfg train --config" in one_line_error(score(tmp_path, "text.txt"))
+
+
+def test_wrong_usage_is_status_2(trained):
+    assert "exclude each other" in one_line_error(score(trained, "valid.txt", "--json", "--per-sentence"), 2)
+    assert one_line_error(score(trained, "valid.txt", "--precision", "fp8"), 2)
+
+
+def test_a_damaged_checkpoint_is_named(trained, tmp_path):
+    import shutil
+
+    shutil.copytree(trained / "runs", tmp_path / "runs", symlinks=True)
+    model = (tmp_path / "runs/small/best").resolve() / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1])
+    assert "model.safetensors" in one_line_error(score(tmp_path, str(trained / "valid.txt")))
+
+
+def test_the_papers_root_skips_one_word_lines(trained):
+    text = b"cat\nthe cat sleeps\n"
+    over_all, paper = (score_json(trained, "-", "--root", root, text=text) for root in ("trained", "nonterminals"))
+    assert (over_all["lines"], over_all["skipped"]) == (2, 0)
+    assert (paper["lines"], paper["skipped"]) == (1, 1)
+
+
+# ---- info -----------------------------------------------------------------------------------------------------------
+
+
+def test_info_reports_the_grammar(trained):
+    result = lm_pcfg("info", "--json", "--device", "cpu", cwd=trained)
+    assert result.returncode == 0, result.stderr.decode()
+    report = json.loads(result.stdout)
+    assert report["nonterminals"] == 4
+    assert report["vocabulary"] == len(WORDS) + 1
+    assert report["subcritical"] == (report["spectral_radius"] < 1)
+    assert 0 < report["mass_of_finite_strings"] <= 1 + 1e-6
+    assert lm_pcfg("info", "--device", "cpu", cwd=trained).returncode == 0

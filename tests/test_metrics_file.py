@@ -1,0 +1,163 @@
+"""metrics.jsonl is valid JSON line by line, survives crashes and full disks, and forgets what a resume repeats."""
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lm_pcfg.training.metrics_file import MetricsFile, read_metrics
+
+
+def strict_lines(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = path.read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def file_with_steps(path: Path, steps: range) -> MetricsFile:
+    metrics = MetricsFile(path, pytest.fail)
+    for step in steps:
+        metrics.append(step, {"loss": step / 3})
+    return metrics
+
+
+def test_each_line_is_there_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    metrics = MetricsFile(path, pytest.fail)
+    for step in range(3):
+        metrics.append(step, {"loss": 1 / (step + 1), "split": "train", "words": 7, "time": "not this one"})
+        lines = strict_lines(path)
+        assert len(lines) == step + 1
+        assert list(lines[-1]) == ["step", "time", "loss", "split", "words"]
+        assert lines[-1]["loss"] == 1 / (step + 1)
+        assert lines[-1]["time"] > 1.7e9
+
+
+def test_values_of_all_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = {
+        "nan": math.nan,
+        "up": math.inf,
+        "down": torch.tensor(-math.inf),
+        "tensor": torch.tensor(3),
+        "nested": {"list": [1.5, math.nan]},
+        "none": None,
+        "yes": True,
+    }
+    MetricsFile(path, pytest.fail).append(1, values)
+    (line,) = strict_lines(path)
+    del line["time"]
+    assert line == {
+        "step": 1,
+        "nan": "NaN",
+        "up": "Infinity",
+        "down": "-Infinity",
+        "tensor": 3,
+        "nested": {"list": [1.5, "NaN"]},
+        "none": None,
+        "yes": True,
+    }
+    (read,) = read_metrics(path)
+    assert math.isnan(read["nan"])
+    assert (read["up"], read["down"]) == (math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("rest", [b'{"step": 3, "lo', b"{", b"\xff\x00", b'{"step": 3, "time": 1.0, "loss": 1.0}'])
+def test_half_a_last_line_spoils_nothing(tmp_path: Path, rest: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file_with_steps(path, range(3)).close()
+    with path.open("ab") as file:
+        file.write(rest)
+    whole = rest.endswith(b"}")
+    assert [line["step"] for line in read_metrics(path)] == [0, 1, 2] + [3] * whole
+    file_with_steps(path, range(4, 6))
+    assert [line["step"] for line in strict_lines(path)] == [0, 1, 2] + [3] * whole + [4, 5]
+
+
+def test_truncate_after_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = file_with_steps(path, range(10))
+    metrics.append(4, {"valid/perplexity": 100.0})
+    with path.open("ab") as file:
+        file.write(b'{"step": 4, "hal')
+    resumed = MetricsFile(path, pytest.fail)
+    assert resumed.truncate_after(4) == 6
+    assert [line["step"] for line in strict_lines(path)] == [0, 1, 2, 3, 4, 4]
+    assert resumed.truncate_after(4) == 0
+    resumed.append(5, {"loss": 0.5})
+    assert [line["step"] for line in strict_lines(path)] == [0, 1, 2, 3, 4, 4, 5]
+    assert resumed.truncate_after(3) == 3
+    resumed.append(4, {"loss": 0.5})
+    assert [line["step"] for line in strict_lines(path)] == [0, 1, 2, 3, 4]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_truncating_what_is_not_there(tmp_path: Path) -> None:
+    assert MetricsFile(tmp_path / "metrics.jsonl", pytest.fail).truncate_after(4) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_crash_while_truncating_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = file_with_steps(path, range(10))
+    before = path.read_bytes()
+
+    def crash(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            metrics.truncate_after(4)
+    assert path.read_bytes() == before
+    assert metrics.truncate_after(4) == 5
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_lines_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    warnings: list[str] = []
+    metrics = MetricsFile(path, warnings.append)
+    metrics.append(0, {"loss": 1.0})
+    real_write = os.write
+    room = 30  # less than a line: the disk fills up in its middle
+
+    def write(descriptor: int, content: bytes) -> int:
+        nonlocal room
+        if room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = real_write(descriptor, content[:room])
+        room -= written
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        for step in (1, 2, 3):
+            metrics.append(step, {"loss": 1.0})
+        assert len(strict_lines(path)) == 1
+    assert len(warnings) == 1
+    assert "No space left on device" in warnings[0]
+    metrics.append(4, {"loss": 1.0})
+    assert [line["step"] for line in strict_lines(path)] == [0, 1, 2, 3, 4]
+    metrics.close()
+    assert len(warnings) == 1
+
+
+def test_lines_never_written_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    warnings: list[str] = []
+    metrics = MetricsFile(tmp_path / "file" / "metrics.jsonl", warnings.append)
+    metrics.append(1, {"loss": 1.0})
+    metrics.append(2, {"loss": 1.0})
+    metrics.close()
+    assert len(warnings) == 2
+    assert "Not a directory" in warnings[0] or "File exists" in warnings[0]
+    assert warnings[1].startswith("2 lines of ")

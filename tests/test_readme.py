@@ -1,0 +1,73 @@
+"""Every command the README shows is started here, in a folder of its own, as a newcomer would."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+
+
+def commands() -> list[str]:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def start(command: list[str], folder: Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, env=environment)
+    assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
+    return result
+
+
+@pytest.fixture(scope="module")
+def after_demo(tmp_path_factory) -> tuple[Path, str]:
+    """A checkout in which `make demo` has run (with the environment of this test in place of a new one)."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("Makefile", "pyproject.toml", "configs", "lm_pcfg", "kernels"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    demo = ["make", "demo", f"BIN={BIN}", "-o", ".venv/.installed"]  # -o: what is installed is taken as up to date
+    return folder, start(demo, folder).stdout
+
+
+@pytest.mark.slow
+def test_the_demo_comes_within_five_percent_of_the_best_possible(after_demo):
+    _, output = after_demo
+    last = output.strip().splitlines()[-1]
+    match = re.fullmatch(r"perplexity ([0-9.]+), best possible ([0-9.]+), ratio ([0-9.]+)", last)
+    assert match, output
+    perplexity, best, ratio = map(float, match.groups())
+    assert ratio == pytest.approx(perplexity / best, rel=1e-3)
+    assert 1.0 <= ratio <= 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands())
+def test_every_command_of_the_readme_runs(command, after_demo):
+    folder, output = after_demo
+    words = shlex.split(command)
+    if words[0] == "make":
+        if words == ["make", "demo"]:
+            assert "perplexity" in output  # the fixture ran it
+        else:  # a test that starts all tests would never end: see that make knows how
+            assert "pytest" in start([*words, "-n"], folder).stdout
+        return
+    if "train" in command and "--print-config" not in words:
+        words += ["training.max_steps=2", "evaluation.batch_cost=100000"]  # the whole training is the demo's
+    result = start(words, folder)
+    if words[0] == "lm_pcfg" and words[1] in ("score", "info"):
+        assert result.stdout.strip()
+
+
+def test_the_readme_shows_commands():
+    assert len(commands()) >= 8

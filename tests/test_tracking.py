@@ -1,0 +1,394 @@
+"""MLflow gets everything a run logs, and a store that fails never stops, slows or soils a training."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm_pcfg.training import tracking
+from lm_pcfg.training.environment import environment_artifacts
+from lm_pcfg.training.tracking import NoTracker, Tracker
+
+DEAD_SERVER = "http://127.0.0.1:9"
+
+
+class Recorder:
+    """What a tracker told its training."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.run_ids: list[str] = []
+
+    def tracker(self, **overrides: Any) -> Tracker:
+        arguments: dict[str, Any] = {
+            "run_name": "test",
+            "run_id": None,
+            "parameters": {"model": {"nonterminals": 8, "root": "all"}, "lr": 0.001, "sizes": [1, 2]},
+            "artifacts": {"config.yaml": "lr: 0.001\n", "vocabulary.txt": "sha256 0123\n"},
+            "tags": {"engine": "accelerate"},
+            "warn": self.warnings.append,
+            "remember_run_id": self.run_ids.append,
+        }
+        return Tracker(**(arguments | overrides))
+
+
+@pytest.fixture(scope="session")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One store for most tests: creating its tables takes two seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture
+def store(shared_store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A client of the store that trackers of this test write to."""
+    monkeypatch.chdir(tmp_path)  # where MLflow puts the artifacts of a store of the user's own
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", shared_store)
+    return client(shared_store)
+
+
+def client(uri: str) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+def history(client: Any, run_id: str, name: str) -> list[tuple[int, float]]:
+    return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+class TestDelivery:
+    def test_a_whole_run_in_the_default_store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        monkeypatch.chdir(tmp_path)
+        recorder = Recorder()
+        tracker = recorder.tracker(run_name="my run")
+        for step in range(1500):
+            tracker.log(step, {"train/loss": 1 / (step + 1), "grad norm (pre-clip)": step})
+        tracker.finish("FINISHED")
+        assert recorder.warnings == []
+        (run_id,) = recorder.run_ids
+
+        mlflow = client(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+        run = mlflow.get_run(run_id)
+        assert run.info.status == "FINISHED"
+        assert run.info.run_name == "my run"
+        assert mlflow.get_experiment(run.info.experiment_id).name == "lm_pcfg"
+        assert run.data.params == {
+            "model.nonterminals": "8",
+            "model.root": "all",
+            "lr": "0.001",
+            "sizes": "[1, 2]",
+        }
+        assert run.data.tags["engine"] == "accelerate"
+        assert history(mlflow, run_id, "train/loss") == [(step, 1 / (step + 1)) for step in range(1500)]
+        assert history(mlflow, run_id, "grad norm _pre-clip_") == [(step, float(step)) for step in range(1500)]
+        artifacts = tmp_path / "mlruns" / "artifacts" / run_id / "artifacts"
+        names = ["config.yaml", "environment.json", "pip-list.txt", "vocabulary.txt"]
+        assert sorted(entry.path for entry in mlflow.list_artifacts(run_id)) == names
+        assert (artifacts / "config.yaml").read_text() == "lr: 0.001\n"
+
+    @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
+    def test_status(self, store: Any, status: Any) -> None:
+        recorder = Recorder()
+        tracker = recorder.tracker()
+        wait_until(lambda: recorder.run_ids)
+        (run_id,) = recorder.run_ids
+        assert store.get_run(run_id).info.status == "RUNNING"
+        tracker.finish(status)
+        tracker.finish("FINISHED")  # the first word counts
+        assert store.get_run(run_id).info.status == status
+        assert recorder.warnings == []
+
+    def test_metrics_arrive_while_the_run_goes_on(self, store: Any) -> None:
+        recorder = Recorder()
+        tracker = recorder.tracker(flush_seconds=0.1)
+        tracker.log(7, {"loss": 2.0})
+        wait_until(lambda: recorder.run_ids and history(store, recorder.run_ids[0], "loss") == [(7, 2.0)])
+        tracker.finish("FINISHED")
+
+    def test_values_that_are_not_finite_or_not_numbers(self, store: Any) -> None:
+        recorder = Recorder()
+        tracker = recorder.tracker()
+        odd: Any = {"nan": math.nan, "up": math.inf, "down": -math.inf, "text": "abc", "none": None, "flag": True}
+        tracker.log(1, odd)
+        tracker.finish("FINISHED")
+        assert recorder.warnings == []
+        metrics = store.get_run(recorder.run_ids[0]).data.metrics
+        assert math.isnan(metrics.pop("nan"))
+        assert metrics == {"up": sys.float_info.max, "down": -sys.float_info.max, "flag": 1.0}
+
+    def test_more_settings_than_one_call_takes(self, store: Any) -> None:
+        recorder = Recorder()
+        many = {f"p{index}": index for index in range(250)}
+        recorder.tracker(parameters={"many": many, "long": "x" * 10_000, "odd?name": None, "empty": {}}).finish(
+            "FINISHED"
+        )
+        assert recorder.warnings == []
+        parameters = store.get_run(recorder.run_ids[0]).data.params
+        assert len(parameters) == 253
+        assert parameters["many.p249"] == "249"
+        assert parameters["odd_name"] == "null"
+
+    def test_no_tracker(self) -> None:
+        tracker = NoTracker()
+        tracker.log(1, {"loss": 1.0})
+        tracker.finish("FINISHED")
+
+
+class TestResume:
+    def test_continues_the_same_run(self, store: Any) -> None:
+        first = Recorder()
+        tracker = first.tracker()
+        tracker.log(1, {"loss": 1.0})
+        tracker.finish("KILLED")
+        (run_id,) = first.run_ids
+        second = Recorder()
+        tracker = second.tracker(run_id=run_id, parameters={"lr": 0.5, "sizes": [1, 2], "new": 1})
+        wait_until(lambda: second.run_ids)
+        assert store.get_run(run_id).info.status == "RUNNING"
+        tracker.log(2, {"loss": 0.5})
+        tracker.finish("FINISHED")
+        assert first.warnings + second.warnings == []
+        assert second.run_ids == [run_id]
+        run = store.get_run(run_id)
+        assert run.info.status == "FINISHED"
+        assert history(store, run_id, "loss") == [(1, 1.0), (2, 0.5)]
+        assert (run.data.params["lr"], run.data.params["new"]) == ("0.001", "1")
+        assert {k: v for k, v in run.data.tags.items() if k.startswith("resumed.")} == {"resumed.lr": "0.5"}
+        folders = [entry.path for entry in store.list_artifacts(run_id) if entry.is_dir]
+        assert len(folders) == 1
+        assert folders[0].startswith("resumed-")
+
+    @pytest.mark.parametrize("fate", ["unknown", "deleted", "malformed"])
+    def test_a_run_that_is_gone_gives_a_new_one(self, store: Any, fate: str) -> None:
+        run_id = {"unknown": "0" * 32, "malformed": "../x"}.get(fate)
+        if run_id is None:
+            run_id = store.create_run("0").info.run_id
+            store.delete_run(run_id)
+        recorder = Recorder()
+        tracker = recorder.tracker(run_id=run_id)
+        tracker.log(1, {"loss": 1.0})
+        tracker.finish("FINISHED")
+        assert recorder.warnings == [f"MLflow has no run {run_id} any more; a new one begins"]
+        (new_run_id,) = recorder.run_ids
+        assert new_run_id != run_id
+        assert store.get_run(new_run_id).info.status == "FINISHED"
+        assert history(store, new_run_id, "loss") == [(1, 1.0)]
+
+
+class TestFailures:
+    def test_a_dead_server(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", DEAD_SERVER)
+        recorder = Recorder()
+        tracker = recorder.tracker()
+        begin = time.perf_counter()
+        for step in range(1000):
+            tracker.log(step, {"a": 1.0, "b": 2.0, "c": 3.0})
+        assert time.perf_counter() - begin < 0.5
+        wait_until(lambda: recorder.warnings)
+        begin = time.perf_counter()
+        tracker.finish("FINISHED", timeout=10.0)
+        assert time.perf_counter() - begin < 10.5
+        failure, lost = recorder.warnings
+        assert "training goes on" in failure
+        assert "127.0.0.1" in failure
+        assert "3000 metrics lost" in lost
+        assert "\n" not in failure + lost
+        assert recorder.run_ids == []
+
+    def test_finish_does_not_wait_longer_than_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tracking._MlflowRun, "begin", lambda self: time.sleep(1.5))
+        recorder = Recorder()
+        tracker = recorder.tracker()
+        tracker.log(1, {"loss": 1.0})
+        begin = time.perf_counter()
+        tracker.finish("FINISHED", timeout=0.3)
+        assert time.perf_counter() - begin < 1.0
+        assert recorder.warnings == ["MLflow: 1 metrics lost, all are in metrics.jsonl (no answer within 0.3 s)"]
+        tracker._thread.join()
+
+    def test_a_store_that_becomes_reachable_gets_everything(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        uri = f"sqlite:///{tmp_path}/later/mlflow.db"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        (tmp_path / "later").touch()  # a file where the folder should be, which stops even root
+        recorder = Recorder()
+        tracker = recorder.tracker(retry_seconds=0.3)
+        for step in range(2500):
+            tracker.log(step, {"loss": float(step)})
+        wait_until(lambda: recorder.warnings)
+        time.sleep(1.0)  # some more attempts in vain, which say nothing more
+        (tmp_path / "later").unlink()
+        wait_until(lambda: recorder.run_ids)
+        tracker.log(2500, {"loss": 2500.0})
+        tracker.finish("FINISHED")
+        assert len(recorder.warnings) == 1
+        mlflow = client(uri)
+        assert history(mlflow, recorder.run_ids[0], "loss") == [(step, float(step)) for step in range(2501)]
+        run = mlflow.get_run(recorder.run_ids[0])
+        assert run.info.status == "FINISHED"
+        assert run.data.params["lr"] == "0.001"
+        assert len(mlflow.list_artifacts(recorder.run_ids[0])) == 4
+
+    def test_mlflow_cannot_be_imported(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        monkeypatch.setitem(sys.modules, "mlflow", None)
+        recorder = Recorder()
+        tracker = recorder.tracker()
+        tracker.log(1, {"a": 1.0, "b": 1.0})
+        wait_until(lambda: recorder.warnings)
+        tracker.finish("FAILED")
+        failure, lost = recorder.warnings
+        assert "import of mlflow halted" in failure
+        assert "2 metrics lost" in lost
+
+    def test_nothing_logged_and_nothing_reached(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "mlruns").touch()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        recorder = Recorder()
+        tracker = recorder.tracker()
+        wait_until(lambda: recorder.warnings)
+        tracker.finish("FINISHED")
+        assert len(recorder.warnings) == 2
+        assert "incomplete" in recorder.warnings[1]
+
+    def test_memory_is_bounded(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "mlruns").touch()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        monkeypatch.setattr(tracking, "_MOST_WAITING_METRICS", 100)
+        recorder = Recorder()
+        tracker = recorder.tracker()
+        for step in range(500):
+            tracker.log(step, {"a": 1.0, "b": 1.0})
+        wait_until(lambda: len(tracker._waiting) == 100)
+        tracker.finish("FINISHED")
+        assert "1000 metrics lost" in recorder.warnings[-1]
+
+    def test_artifacts_that_fail_hold_up_nothing_else(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(self: Any) -> None:
+            raise PermissionError("artifacts may not be written")
+
+        monkeypatch.setattr(tracking._MlflowRun, "log_artifacts", refuse)
+        recorder = Recorder()
+        tracker = recorder.tracker()
+        tracker.log(1, {"loss": 1.0})
+        wait_until(lambda: recorder.warnings)
+        tracker.finish("FINISHED")
+        assert "artifacts may not be written" in recorder.warnings[0]
+        assert "incomplete" in recorder.warnings[1]
+        assert store.get_run(recorder.run_ids[0]).info.status == "FINISHED"
+        assert history(store, recorder.run_ids[0], "loss") == [(1, 1.0)]
+
+    def test_a_batch_refused_for_good_does_not_block_the_next(self, store: Any) -> None:
+        recorder = Recorder()
+        tracker = recorder.tracker(flush_seconds=0.1)
+        wait_until(lambda: recorder.run_ids and len(store.list_artifacts(recorder.run_ids[0])) == 4)
+        store.delete_run(recorder.run_ids[0])  # by somebody in the user interface
+        tracker.log(1, {"loss": 1.0})
+        wait_until(lambda: recorder.warnings)
+        assert "active" in recorder.warnings[0]
+        store.restore_run(recorder.run_ids[0])
+        tracker.log(2, {"loss": 2.0})
+        tracker.finish("FINISHED")
+        assert history(store, recorder.run_ids[0], "loss") == [(2, 2.0)]
+        assert "1 metrics lost" in recorder.warnings[1]
+
+    def test_a_run_id_that_cannot_be_remembered(self, store: Any) -> None:
+        def fail(run_id: str) -> None:
+            raise OSError("No space left on device")
+
+        recorder = Recorder()
+        recorder.tracker(remember_run_id=fail).finish("FINISHED")
+        (warning,) = recorder.warnings
+        assert "No space left on device" in warning
+
+    def test_passwords_stay_out_of_messages(self) -> None:
+        assert tracking._one_line(ValueError("at\n http://me:secret@host:1/x")) == "at http://host:1/x"
+
+
+class TestTwoProcesses:
+    def test_share_a_new_store_and_say_nothing(self, tmp_path: Path) -> None:
+        # With everything hidden that mlflow-skinny does not bring.
+        program = textwrap.dedent("""
+            import sys
+            for name in ("flask", "pandas", "docker", "graphene", "matplotlib", "sklearn", "scipy", "pyarrow", "huey"):
+                sys.modules[name] = None
+            from lm_pcfg.training.tracking import Tracker
+            tracker = Tracker(run_name=sys.argv[1], run_id=None, parameters={"lr": 1}, artifacts={"a.txt": "a"},
+                              warn=print, remember_run_id=lambda run_id: None)
+            for step in range(10):
+                tracker.log(step, {"loss": step})
+            tracker.finish("FINISHED", timeout=60.0)
+        """)
+        source = str(Path(__file__).parents[1])
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+        environment["PYTHONPATH"] = source
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, name],
+                cwd=tmp_path,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for name in ("one", "two")
+        ]
+        for process in processes:
+            output, _ = process.communicate(timeout=90)
+            assert output.decode() == ""
+            assert process.returncode == 0
+        mlflow = client(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+        experiment = mlflow.get_experiment_by_name("lm_pcfg")
+        runs = mlflow.search_runs([experiment.experiment_id])
+        assert sorted(run.info.run_name for run in runs) == ["one", "two"]
+        for run in runs:
+            assert run.info.status == "FINISHED"
+            assert history(mlflow, run.info.run_id, "loss") == [(step, float(step)) for step in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("name", "valid"),
+    [
+        ("train/loss", "train/loss"),
+        ("valid ppl: all", "valid ppl: all"),
+        ("a//b/", "a/b"),
+        ("../x", "x"),
+        ("/", "_"),
+        ("é=1", "é_1"),
+        ("x" * 300, "x" * 250),
+    ],
+)
+def test_names_mlflow_accepts(name: str, valid: str) -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    assert tracking._valid_name(name) == valid
+    _validate_metric_name(valid)
+
+
+def test_environment() -> None:
+    artifacts = environment_artifacts()
+    environment = json.loads(artifacts["environment.json"])
+    assert environment["python"] == sys.version.split()[0]
+    assert environment["packages"]["torch"] is not None
+    assert {"hostname", "platform", "command", "git_commit", "gpus"} <= environment.keys()
+    assert "torch==" in artifacts["pip-list.txt"]

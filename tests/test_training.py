@@ -1,0 +1,364 @@
+"""The loop: exact resume, accumulation, skipped updates, evaluation, best and last checkpoints, statuses."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lm_pcfg.grammar.boundary import Grammar
+from lm_pcfg.settings import load_settings
+from lm_pcfg.training import checkpoint, loop
+from lm_pcfg.training.engine import Engine
+from lm_pcfg.training.metrics_file import read_metrics
+from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor
+from texts import write_config, write_text
+
+EVERYTHING_ON = {
+    "model": {"state_dropout": 0.25},
+    "ema": {"decay": 0.9},
+    "batch": {"sentences": 4, "accumulate": 2},
+    "data": {"curriculum": {"start": 6}},
+    "optimizer": {"name": "adamw", "weight_decay": 0.01, "schedule": {"kind": "cosine", "warmup_steps": 4}},
+    "training": {"epochs": 3},
+    "evaluation": {"every_epochs": 0.5},
+}
+
+
+def run(folder: Path, *overrides: str, name: str = "small", **changes) -> Path:
+    return loop.train(load_settings(write_config(folder, name, **changes), list(overrides)))
+
+
+def stop_after(monkeypatch, steps: int, number: int = signal.SIGTERM) -> None:
+    """Send this process a signal right after a step, as a scheduler would."""
+    original = loop.Trainer.step
+
+    def step(self, batches):
+        result = original(self, batches)
+        if self.position.step == steps:
+            os.kill(os.getpid(), number)
+        return result
+
+    monkeypatch.setattr(loop.Trainer, "step", step)
+
+
+def metrics_without_times(run_folder: Path) -> list[dict]:
+    timed = {"time", "train/words_per_second", "train/sentences_per_second", "valid/seconds"}
+    return [
+        {key: value for key, value in line.items() if key not in timed}
+        for line in read_metrics(run_folder / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("steps", [1, 4, 7, 10])
+def test_a_resumed_run_continues_bit_for_bit(tmp_path, monkeypatch, steps):
+    whole = run(tmp_path, name="whole", **EVERYTHING_ON)
+    with monkeypatch.context() as patch:
+        stop_after(patch, steps)
+        stopped = run(tmp_path, name="stopped", **EVERYTHING_ON)
+    assert not (stopped / "FINISHED").exists()
+    assert checkpoint.verify(checkpoint.latest(stopped))["step"] == steps
+    again = run(tmp_path, "resume=auto", name="stopped", **EVERYTHING_ON)
+    assert again == stopped
+    assert (again / "FINISHED").exists()
+    assert [p.name for p in checkpoint.list_checkpoints(whole)] == [p.name for p in checkpoint.list_checkpoints(again)]
+    for file in ("model", "optimizer", "ema"):
+        one, other = (load_file(checkpoint.latest(folder) / f"{file}.safetensors") for folder in (whole, again))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one), file
+    assert metrics_without_times(whole) == metrics_without_times(again)
+
+
+def test_resume_from_a_path_starts_a_run_of_its_own_and_leaves_the_other_alone(tmp_path):
+    first = run(tmp_path, checkpoint={"keep_last": 9}, evaluation={"every_epochs": 0.5})
+    early = checkpoint.list_checkpoints(first)[0]
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    second = run(tmp_path, f"resume={early}", evaluation={"every_epochs": 0.5})
+    assert second != first
+    assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
+    one, other = (load_file(checkpoint.latest(folder) / "model.safetensors") for folder in (first, second))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_new_run_never_overwrites_an_old_one(tmp_path):
+    folders = [run(tmp_path, "training.max_steps=1") for _ in range(3)]
+    assert [folder.name for folder in folders] == ["small", "small-2", "small-3"]
+
+
+def test_two_trainings_cannot_share_a_folder(tmp_path, monkeypatch):
+    original = loop.Trainer.run
+
+    def meanwhile(self, folder):
+        with pytest.raises(loop.UserError, match="in use by another training"):
+            loop.RunFolder(folder.path).claim()
+        original(self, folder)
+
+    monkeypatch.setattr(loop.Trainer, "run", meanwhile)
+    assert run(tmp_path, "training.max_steps=1").exists()
+
+
+def test_other_data_on_resume_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        run(tmp_path)
+    write_text(tmp_path / "train.txt", 60, seed=99)
+    with pytest.raises(loop.UserError, match="belongs to other data"):
+        run(tmp_path, "resume=auto")
+
+
+def test_another_model_on_resume_is_refused(tmp_path):
+    run(tmp_path, "training.max_steps=1")
+    with pytest.raises(loop.UserError, match="does not fit the settings"):
+        run(tmp_path, "resume=auto", "model.nonterminals=5", "training.max_steps=2")
+
+
+def trainer(folder: Path, *overrides: str, **changes) -> loop.Trainer:
+    settings = load_settings(write_config(folder, **changes), list(overrides))
+    return loop.Trainer(settings, Engine(settings), None)
+
+
+@pytest.mark.parametrize("normalise", ["sentences", "tokens"])
+def test_accumulation_computes_the_grammar_once_and_equals_one_large_batch(tmp_path, monkeypatch, normalise):
+    """The same eight sentences in one batch, and in four micro-batches of two."""
+    options = [f"loss.normalise={normalise}", "optimizer.clip=null", "model.state_dropout=0.25"]
+    large = trainer(tmp_path, "batch.sentences=8", *options)
+    small = trainer(tmp_path, "batch.sentences=2", "batch.accumulate=4", *options)
+    indices = small.stream._plan_of(0)[:4]
+    pieces = [loop.Batch(**vars(batch)) for batch in (small_batch(small, index) for index in indices)]
+    whole = small_batch(large, torch.cat([torch.from_numpy(index) for index in indices]).numpy())
+    forwards = []
+    monkeypatch.setattr(small.model, "forward", counted(small.model.forward, forwards))
+    assert large.step([whole])
+    assert small.step(pieces)
+    assert len(forwards) == 1
+    for one, other in zip(large.parameters, small.parameters, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def small_batch(trained: loop.Trainer, indices):
+    from lm_pcfg.corpus.batches import make_batch
+
+    return make_batch(trained.stream.sentences, indices)
+
+
+def counted(function, calls):
+    def wrapper(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    return wrapper
+
+
+def test_the_loss_is_normalised_by_what_was_asked_for(tmp_path):
+    gradients = {}
+    for normalise in ("sentences", "tokens"):
+        made = trainer(tmp_path, f"loss.normalise={normalise}", "optimizer.clip=null", "training.max_steps=1")
+        batch = made.stream.next_step()
+        captured = {}
+        made.optimizer.step = lambda made=made, captured=captured: captured.update(
+            symbols=made.plain_model.symbols.grad.clone()
+        )
+        made.step(batch)
+        gradients[normalise] = captured["symbols"], batch[0]
+    batch = gradients["tokens"][1]
+    ratio = batch.n_tokens / batch.n_sentences
+    torch.testing.assert_close(gradients["sentences"][0], gradients["tokens"][0] * ratio)
+
+
+def test_clipping_limits_the_gradient(tmp_path):
+    made = trainer(tmp_path, "optimizer.clip=0.01")
+    norms = []
+    made.optimizer.step = lambda: norms.append(
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in made.parameters]).item()
+    )
+    made.step(made.stream.next_step())
+    assert norms[0] == pytest.approx(0.01, rel=1e-3)
+    assert made.position.window.gradient_norm > 0.01
+
+
+# ---- updates that are not finite ------------------------------------------------------------------------------------
+
+
+def break_steps(monkeypatch, broken) -> None:
+    """Make the log-likelihood of some calls (counted from 0) NaN; evaluation, without gradients, is left alone."""
+    original, calls = Grammar.log_likelihood, []
+
+    def log_likelihood(self, *arguments, **options):
+        result = original(self, *arguments, **options)
+        if not torch.is_grad_enabled():
+            return result
+        calls.append(None)
+        return result * math.nan if broken(len(calls) - 1) else result
+
+    monkeypatch.setattr(Grammar, "log_likelihood", log_likelihood)
+
+
+def test_a_non_finite_update_is_skipped_counted_and_reported(tmp_path, monkeypatch, capsys):
+    break_steps(monkeypatch, lambda call: call in (2, 5))
+    folder = run(tmp_path)
+    assert (folder / "FINISHED").exists()
+    model = load_file(checkpoint.latest(folder) / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in model.values())
+    last = [line for line in read_metrics(folder / "metrics.jsonl") if "train/skipped" in line][-1]
+    assert last["train/skipped"] == 2
+    assert capsys.readouterr().err.count("not finite, update skipped") == 2
+
+
+def test_too_many_in_a_row_stop_the_run_and_leave_the_last_good_checkpoint(tmp_path, monkeypatch):
+    break_steps(monkeypatch, lambda call: call >= 10)
+    with pytest.raises(loop.TrainingStopped, match=r"3 updates in a row .*step-00000008"):
+        run(tmp_path, "optimizer.max_skipped_in_a_row=3", "training.epochs=4")
+    folder = tmp_path / "runs" / "small"
+    assert not (folder / "FINISHED").exists()
+    state = checkpoint.verify(checkpoint.latest(folder))
+    assert state["step"] == 8
+    assert state["skipped"] == 0
+
+
+# ---- evaluation, patience, checkpoints ------------------------------------------------------------------------------
+
+
+def evaluated_steps(folder: Path) -> list[int]:
+    return [line["step"] for line in read_metrics(folder / "metrics.jsonl") if "valid/ppl" in line]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["training.epochs=2"], [8, 16]),
+        (["training.epochs=2", "evaluation.every_epochs=0.5"], [4, 8, 12, 16]),
+        (["training.epochs=4", "evaluation.every_epochs=2"], [16, 32]),
+        (["training.epochs=1", "evaluation.every_epochs=null", "evaluation.every_steps=3"], [3, 6, 8]),
+        (["training.max_steps=5"], [5]),
+    ],
+    ids=lambda value: ",".join(map(str, value)),
+)
+def test_evaluations_happen_when_asked_for(tmp_path, overrides, steps):
+    assert evaluated_steps(run(tmp_path, "optimizer.learning_rate=1e-4", *overrides)) == steps
+
+
+def test_patience_ends_a_run_and_best_stays_with_the_best(tmp_path, monkeypatch):
+    scores = iter([3.0, 2.0, 2.5, 2.4, 9.9])
+    real = loop.corpus_score
+    monkeypatch.setattr(loop, "corpus_score", lambda sentences, log_p: loop_score(real(sentences, log_p), next(scores)))
+    folder = run(tmp_path, "training.epochs=9", "evaluation.patience=2", "checkpoint.keep_last=1")
+    assert evaluated_steps(folder) == [8, 16, 24, 32]
+    assert (folder / "best").resolve().name == "step-00000016"
+    assert [path.name for path in checkpoint.list_checkpoints(folder)] == ["step-00000016", "step-00000032"]
+    assert "no improvement" in (folder / "FINISHED").read_text()
+    assert run(tmp_path, "resume=auto", "training.epochs=9", "evaluation.patience=2") == folder  # nothing left to do
+    assert evaluated_steps(folder) == [8, 16, 24, 32]
+
+
+def loop_score(score, nll_per_token):
+    from dataclasses import replace
+
+    return replace(score, nll=nll_per_token * score.tokens)
+
+
+def test_training_lowers_the_loss_and_the_average_is_what_is_evaluated(tmp_path):
+    folder = run(tmp_path, "ema.decay=0.5", "training.epochs=12", "evaluation.patience=null")
+    lines = list(read_metrics(folder / "metrics.jsonl"))
+    perplexities = [line["valid/ppl"] for line in lines if "valid/ppl" in line]
+    assert perplexities[-1] < 0.85 * perplexities[0]
+    from lm_pcfg.inference.model import load_trained
+
+    averaged, raw = (load_trained(folder, weights=weights, device="cpu") for weights in ("auto", "raw"))
+    assert (averaged.weights, raw.weights) == ("ema", "raw")
+    assert not torch.equal(averaged.grammar.left, raw.grammar.left)
+
+
+def test_one_word_lines_are_left_out_where_the_root_cannot_make_them(tmp_path):
+    made = trainer(tmp_path, "model.root=nonterminals")
+    assert made.corpora.train.skipped.too_short > 0
+    assert made.corpora.train.lengths.min() == 2
+    explicit = trainer(tmp_path, "model.root=nonterminals", "model.eos=explicit")
+    assert explicit.corpora.train.skipped.too_short == 0
+    assert explicit.corpora.train.lengths.min() == 2  # the word and <eos>
+    assert explicit.step(explicit.stream.next_step())
+
+
+def test_explicit_ends_count_the_same_tokens(tmp_path):
+    implicit, explicit = (
+        trainer(tmp_path, f"model.eos={eos}").stream.next_step()[0] for eos in ("implicit", "explicit")
+    )
+    assert sum(explicit.lengths) == sum(implicit.lengths) + len(implicit.lengths)
+    assert explicit.n_tokens == implicit.n_tokens == implicit.n_words + implicit.n_sentences
+
+
+# ---- schedules and averages -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.55, 0.1]),
+        ("cosine", [0.5, 1.0, 1.0, 0.55, 0.1]),
+    ],
+)
+def test_learning_rates(kind, expected):
+    from lm_pcfg.settings import ScheduleSection
+
+    schedule = ScheduleSection(kind=kind, warmup_steps=2, final_fraction=0.1)
+    factors = [learning_rate_factor(schedule, step, 102) for step in (0, 1, 2, 52, 102)]
+    assert factors == pytest.approx(expected)
+
+
+def test_moving_average():
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    average = MovingAverage(model, decay=0.999)
+    torch.nn.init.ones_(model.weight)
+    average.update(model)
+    assert average.weights["weight"].item() == pytest.approx(1 - 1 / 10)  # (1 + 0) / (10 + 0) of the old value
+    with average.in_place_of(model):
+        assert model.weight.item() == pytest.approx(0.9)
+    assert model.weight.item() == 1.0
+
+
+# ---- MLflow ---------------------------------------------------------------------------------------------------------
+
+
+def tracked(folder: Path):
+    from mlflow import MlflowClient
+
+    run_id = (folder / "mlflow_run_id").read_text().strip()
+    return MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(run_id)
+
+
+def test_statuses_and_one_mlflow_run_over_a_resume(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/tracking.db")
+    monkeypatch.chdir(tmp_path)
+    on = {"tracking": {"mlflow": True}}
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3, signal.SIGINT)
+        folder = run(tmp_path, **on)
+    first = tracked(folder)
+    assert first.info.status == "KILLED"
+    assert run(tmp_path, "resume=auto", **on) == folder
+    second = tracked(folder)
+    assert second.info.run_id == first.info.run_id
+    assert second.info.status == "FINISHED"
+    assert second.data.params["model.nonterminals"] == "4"
+    assert second.data.metrics["valid/ppl"] == pytest.approx(
+        [line["valid/ppl"] for line in read_metrics(folder / "metrics.jsonl") if "valid/ppl" in line][-1]
+    )
+    with monkeypatch.context() as patch:
+        break_steps(patch, lambda call: True)
+        with pytest.raises(loop.TrainingStopped):
+            run(tmp_path, "optimizer.max_skipped_in_a_row=2", name="failing", **on)
+    assert tracked(tmp_path / "runs" / "failing").info.status == "FAILED"
+
+
+def test_a_dead_tracking_server_does_not_stop_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setattr(loop.Tracker.finish, "__defaults__", (2.0,))
+    folder = run(tmp_path, "training.max_steps=3", tracking={"mlflow": True})
+    assert (folder / "FINISHED").exists()
+    assert "metrics lost" in capsys.readouterr().err
