@@ -136,7 +136,9 @@ class ModelSection(Section):
     root: Literal["all", "nonterminals"] = setting("all", "start symbol -> any symbol, or nonterminals as in the paper")
     eos: Literal["implicit", "explicit"] = setting("implicit", "explicit: every line ends in an <eos> terminal")
     state_dropout: Fraction = setting(0.0, "fraction of the symbols left out at each step")
-    state_dropout_until: float = setting(1.0, "fraction of the steps with state dropout; then all symbols", ge=0, le=1)
+    state_dropout_until: float | None = setting(
+        None, "fraction of the steps over which state dropout falls linearly to 0; null: it stays", gt=0, le=1
+    )
 
     @check(mode="before")
     @classmethod

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections import Counter
 from itertools import islice
 
@@ -57,6 +59,13 @@ def test_damaged_files_are_written_again_and_right_ones_left_alone(tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_several_processes_may_write_at_once(tmp_path):
+    command = [sys.executable, "-m", "lm_pcfg.corpus.embedded", str(tmp_path)]
+    processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(3)]
+    assert [process.communicate(timeout=120)[1] for process in processes] == [b"", b"", b""]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files.SHA256)
+
+
 def test_a_change_of_the_grammar_without_new_checksums_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(files.SHA256, "test.txt", "0" * 64)
     with pytest.raises(ValueError, match=r"came out different \(test.txt\)"):
@@ -65,7 +74,7 @@ def test_a_change_of_the_grammar_without_new_checksums_is_an_error(tmp_path, mon
 
 def test_names(tmp_path):
     assert embedded.resolve("embedded:test", tmp_path) == tmp_path / "test.txt"
-    assert embedded.resolve("embedded:valid.trees", tmp_path).read_text().startswith("(S ")
+    assert embedded.resolve("embedded:valid.trees", tmp_path).read_text().startswith("(TOP (S ")
     assert str(embedded.resolve("some/file.txt", tmp_path)) == "some/file.txt"
     with pytest.raises(ValueError, match=r"embedded:train, embedded:train\.trees, embedded:valid"):
         embedded.resolve("embedded:tset", tmp_path)
@@ -169,6 +178,7 @@ def test_the_score_of_the_test_file_is_what_the_source_predicts(corpus, fresh_sa
     score = embedded.best_possible(corpus["test"])
     error = log_p.std() * math.sqrt(1 / score.lines + 1 / len(log_p))
     assert abs(score.nll / score.lines + log_p.mean()) < 3 * error
+    assert math.isnan(embedded.best_possible([]).ppl)
     assert score.ppl == math.exp(score.nll / (score.words + score.lines))
 
 

@@ -25,7 +25,7 @@ from lm_pcfg.settings import Settings, dump_yaml
 from lm_pcfg.training import checkpoint, data
 from lm_pcfg.training.engine import Engine, peak_memory
 from lm_pcfg.training.metrics_file import MetricsFile
-from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor, make_optimizer
+from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor, make_optimizer, state_dropout_rate
 from lm_pcfg.training.run_folder import RunFolder, choose_start
 from lm_pcfg.training.stop_signals import StopSignals
 from lm_pcfg.training.tracking import NoTracker, Status, Tracker
@@ -143,7 +143,7 @@ class Trainer:
         count = words + sentences if by_tokens else sentences
 
         model = settings.model
-        dropout = model.state_dropout if position.step < model.state_dropout_until * self.total_steps else 0.0
+        dropout = state_dropout_rate(model, position.step, self.total_steps)
         kept = draw_kept(model.nonterminals, model.preterminals, dropout, seed=settings.seed, step=position.step)
         grammar = self.model(kept)
         leaves = grammar.detached()

@@ -1,4 +1,4 @@
-"""The optimizer, the learning rate, and the moving average of the weights."""
+"""The optimizer, what is scheduled over the steps, and the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lm_pcfg.settings import OptimizerSection, ScheduleSection
+from lm_pcfg.settings import ModelSection, OptimizerSection, ScheduleSection
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSection) -> torch.optim.Optimizer:
@@ -37,6 +37,13 @@ def learning_rate_factor(schedule: ScheduleSection, step: int, total_steps: int)
     progress = min(1.0, (step - schedule.warmup_steps) / remaining)
     fall = 1.0 - progress if schedule.kind == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
     return schedule.final_fraction + (1.0 - schedule.final_fraction) * fall
+
+
+def state_dropout_rate(model: ModelSection, step: int, total_steps: int) -> float:
+    """Fraction of the symbols left out at a step counted from 0."""
+    if model.state_dropout_until is None:
+        return model.state_dropout
+    return model.state_dropout * max(0.0, 1.0 - step / (model.state_dropout_until * total_steps))
 
 
 class MovingAverage:

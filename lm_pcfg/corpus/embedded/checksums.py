@@ -1,10 +1,10 @@
 """What the bytes of the generated files must be, by SHA-256."""
 
 SHA256: dict[str, str] = {
-    "train.txt": "07ed846fa06a1c0325e7efc3057fb205223077baed0b25f5041626c27db2a1e2",
-    "train.trees": "2df02389b8c85ab21478fb064d43d430372144ce64df4f1abf648b12c44ef7dc",
-    "valid.txt": "561f46dc478fe463f830468c2e25ef3944349471647ec206d714d6ecbe9e1b3e",
-    "valid.trees": "763fe15e235b8687b313c8749a29e7986343265c36411e8984cb7b14bcb82034",
-    "test.txt": "d0519d44004bcad1017ca5c5429ee99554637e64ffc92737d1356e633308219b",
-    "test.trees": "f9c1d1edf3abdbc2b09e1b53618931f58d356cb798a0e36fa0e2df673201eafc",
+    "train.txt": "bbd3b2a5cd65b4c9148295d1429c229c0970b5b706117744586f861040f88b94",
+    "train.trees": "88b35dd6af5a2cc546853b5d396108f4a7662d29d38db63369d20d3e38f7baa5",
+    "valid.txt": "779b01f5a4135aa0ad0bf39f10598648f6cd313d4aeadd31b81d73b1a3d34b02",
+    "valid.trees": "4b1e9bb3a8ad1d5643d607fb84da91ed7e58a647ebbad4cf7c0cf5772711441e",
+    "test.txt": "ffa2c897a3d6a1acbfe1a24e8cc3f710ff8faaea8606011d16f63ee5ee7b32c0",
+    "test.trees": "e321404f4ee6efb72e822c18ce903b351d5c261deb11d8ec86a1b10c17336696",
 }

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import uuid
 from itertools import islice
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def materialise(folder: Path) -> dict[str, Path]:
             )
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        beside = folder / f".{name}.{os.getpid()}"  # complete before it has its name
+        beside = folder / f".{name}.{uuid.uuid4().hex}"  # complete before it has its name; nobody else's
         beside.write_bytes(content)
         os.replace(beside, paths[name])
     return paths

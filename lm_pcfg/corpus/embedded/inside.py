@@ -39,6 +39,8 @@ class SourceScore:
 
     @property
     def ppl(self) -> float:
+        if not self.tokens:
+            return math.nan
         return math.exp(self.nll / self.tokens) if self.nll < math.inf else math.inf
 
 

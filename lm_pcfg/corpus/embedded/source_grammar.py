@@ -22,13 +22,14 @@ ZIPF_SHIFT = 1
 SEED = 20260501
 SENTENCES = {"train": 20_000, "valid": 1_000, "test": 2_000}
 
-START = "S"
+START = "TOP"
 
 # Recursive: NP, VP, Nom and S. Ambiguous: a PP after an object belongs to the noun or to the verb.
 RULES = """
-S       -> NP[n]     VP[n]      94
+TOP     -> S                    98
+TOP     -> Call                  2
+S       -> NP[n]     VP[n]      96
 S       -> S         AndS        4
-S       -> Call                  2
 AndS    -> And       S           1
 
 NP[n]   -> Det[n]    Nom[n]     74
