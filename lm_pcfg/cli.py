@@ -44,7 +44,7 @@ def train(
     dry_run: Annotated[bool, typer.Option(help="Build everything, run one step, report time and memory.")] = False,
 ) -> None:
     """Train a grammar."""
-    from lm_pcfg.settings import dump_yaml, load_settings
+    from lm_pcfg.settings_file import dump_yaml, load_settings
 
     settings = load_settings(config, overrides or [])
     if print_config:

@@ -141,6 +141,7 @@ def test_dry_run_makes_one_step_and_writes_nothing(tmp_path):
         (["--config", "small.yaml", "model.nonterminal=3"], 1, "did you mean 'model.nonterminals'"),
         (["--config", "small.yaml", "data.train=gone.txt"], 1, "gone.txt"),
         (["--config", "small.yaml", "inside.backend=reference", "inside.precision=bf16"], 1, "fp64 or fp32"),
+        (["--config", "small.yaml", "inside.backend=triton"], 1, "inside.backend: triton needs a GPU"),
         ([], 2, "--config"),
     ],
     ids=lambda value: " ".join(value[2:]) if isinstance(value, list) else None,

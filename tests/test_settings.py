@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lm_pcfg.corpus.batches import BatchOptions
 from lm_pcfg.corpus.vocabulary import VocabularyOptions
-from lm_pcfg.settings import Init, Section, Settings, SettingsError, dump_yaml, load_settings
+from lm_pcfg.settings import Init, Section, Settings
+from lm_pcfg.settings_file import SettingsError, dump_yaml, load_settings
 
 SMALLEST = "data: {train: train.txt}\nmodel: {nonterminals: 64}\n"
 

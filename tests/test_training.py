@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from lm_pcfg.grammar.boundary import Grammar
-from lm_pcfg.settings import load_settings
+from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training import checkpoint, loop
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.metrics_file import read_metrics

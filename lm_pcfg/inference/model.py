@@ -13,7 +13,8 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.boundary import Grammar
 from lm_pcfg.grammar.build import build_model
 from lm_pcfg.processor import prepare_cpu
-from lm_pcfg.settings import Settings, load_settings
+from lm_pcfg.settings import Settings
+from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training import checkpoint
 
 Weights = Literal["auto", "ema", "raw"]

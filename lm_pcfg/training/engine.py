@@ -24,6 +24,8 @@ class Engine:
         prepare_cpu(settings.threads)
         self.accelerator = Accelerator(cpu=settings.device == "cpu")
         self.device = self.accelerator.device
+        if settings.inside.backend == "triton" and self.device.type != "cuda":
+            raise UserError("inside.backend: triton needs a GPU, and this process has none; use inside.backend=auto")
         self.rank, self.world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.is_main = self.accelerator.is_main_process
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from lm_pcfg.grammar.boundary import backward_through
 from lm_pcfg.grammar.build import build_model
 from lm_pcfg.grammar.likelihood import corpus_score, sentence_log_probabilities
 from lm_pcfg.grammar.state_dropout import draw_kept
-from lm_pcfg.settings import Settings, dump_yaml
+from lm_pcfg.settings import Settings
+from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.training import checkpoint, data
 from lm_pcfg.training.engine import Engine, peak_memory
 from lm_pcfg.training.metrics_file import MetricsFile
 from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor, make_optimizer, state_dropout_rate
+from lm_pcfg.training.position import Position, Window
 from lm_pcfg.training.run_folder import RunFolder, choose_start
 from lm_pcfg.training.stop_signals import StopSignals
 from lm_pcfg.training.tracking import NoTracker, Status, Tracker
@@ -33,39 +35,6 @@ from lm_pcfg.training.tracking import NoTracker, Status, Tracker
 
 class TrainingStopped(UserError):
     """The run cannot go on; its last good checkpoint is intact."""
-
-
-@dataclass
-class Window:
-    """Sums since the last line of metrics."""
-
-    steps: int = 0
-    nll: float = 0.0
-    sentences: float = 0.0
-    words: float = 0.0
-    gradient_norm: float = 0.0
-    skipped: int = 0
-    recomputed: float = 0.0
-
-
-@dataclass
-class Position:
-    """All that a checkpoint keeps besides tensors and the place in the data."""
-
-    step: int = 0
-    best_nll: float | None = None  # per token, of the validation text
-    best_step: int | None = None
-    evaluated_step: int | None = None  # the last step with an evaluation
-    evaluations_since_best: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    ema_updates: int = 0
-    window: Window = field(default_factory=Window)
-
-    @classmethod
-    def of(cls, state: dict[str, Any]) -> Position:
-        names = cls.__dataclass_fields__
-        return cls(**{name: state[name] for name in names if name != "window"}, window=Window(**state["window"]))
 
 
 def train(settings: Settings) -> Path:

@@ -12,7 +12,8 @@ from typing import IO
 
 from lm_pcfg.corpus.vocabulary import Vocabulary
 from lm_pcfg.errors import UserError
-from lm_pcfg.settings import Settings, dump_yaml
+from lm_pcfg.settings import Settings
+from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.training import checkpoint
 
 
