@@ -97,6 +97,23 @@ def test_impossible_sentences_have_minus_infinity_and_a_zero_gradient(precision,
     assert not any(gradient.any() for gradient in only)
 
 
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_a_root_that_all_but_forbids_one_word_sentences(precision):
+    """S -> T with 1e-60 in all: fp64 holds that, and nothing needs to be recomputed."""
+    rules = random_rules(4, 5, seed=6)
+    root = torch.cat((rules.root[:4], rules.root[4:] * 1e-60))
+    rules = Rules(root / root.sum(), rules.left.float(), rules.right.float())
+    lengths, emissions = [1, 3, 1], random_emissions(5, 5, seed=6, dtype=torch.float32)
+    statistics = flash_inside.Statistics()
+    ours, gradients = run(rules, emissions, lengths, precision, "torch", statistics)
+    truth, wanted = run(Rules(*(t.double() for t in rules)), emissions.double(), lengths, "fp64", "reference")
+    torch.testing.assert_close(ours, truth, rtol=1e-3 if precision == "bf16" else 1e-6, atol=0)
+    assert statistics.recomputed == 0
+    for probability, got, want in zip((*rules, torch.ones(())), gradients, wanted, strict=True):
+        allowed = 2.5e-2 if precision == "bf16" else 1e-5
+        assert ((got - want) * probability).norm() <= allowed * (want * probability).norm()
+
+
 def test_impossible_through_zero_rules():
     """No rule leads anywhere but to preterminals, so three words have no tree: the truth is -inf, by recomputing."""
     n, p = 2, 3

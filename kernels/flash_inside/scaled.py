@@ -86,13 +86,13 @@ class _Weights:
 
     children: Tensor  # [2N, N]   nonterminal children
     leaves: Tensor  # [2N, P]   preterminal children
-    root: Tensor  # [N] or [N+P], compute type
+    root: Tensor  # [N] or [N+P] fp64: a trained root gives one-word sentences 1e-60, and it is only a vector
 
     @classmethod
     def of(cls, rules: Rules, precision: Precision) -> _Weights:
         both = torch.cat((rules.left, rules.right)).to(precision.storage)  # [2N, N+P]
         n = rules.nonterminals
-        return cls(both[:, :n].contiguous(), both[:, n:].contiguous(), rules.root.to(precision.compute))
+        return cls(both[:, :n].contiguous(), both[:, n:].contiguous(), rules.root.double())
 
 
 class _Chart:
@@ -180,7 +180,7 @@ class _Derivatives(NamedTuple):
 def _derivatives(chart: _Chart, top_rows: Tensor, top_sums: Tensor) -> _Derivatives:
     """D for an incoming gradient of 1 a sentence, from the widest spans down.
 
-    top_rows: [B] rows of whole sentences, top_sums: [B] root . beta~ (0 = no tree: no gradient).
+    top_rows: [B] rows of whole sentences, top_sums: [B] fp64 root . beta~ (0 = no tree: no gradient).
     """
     layout, weights, compute, n = chart.layout, chart.weights, chart.precision.compute, chart.n
     rows, device = layout.rows, chart.scale.device
@@ -200,7 +200,9 @@ def _derivatives(chart: _Chart, top_rows: Tensor, top_sums: Tensor) -> _Derivati
         longer, ending = layout.alive[width + 1] if width < layout.longest else 0, layout.alive[width]
         if ending > longer:  # sentences of exactly this length get the gradient of the top
             d_beta.index_add_(
-                0, top_rows[longer:ending] - here.start, per_sentence[longer:ending, None] * weights.root[:n]
+                0,
+                top_rows[longer:ending] - here.start,
+                (per_sentence[longer:ending, None] * weights.root[:n]).to(compute),
             )
         largest[here] = torch.maximum(largest[here], d_beta.abs().amax(1))
         posterior[here] = (chart.beta_rows(width).to(compute) * d_beta).sum(1)
@@ -210,6 +212,12 @@ def _derivatives(chart: _Chart, top_rows: Tensor, top_sums: Tensor) -> _Derivati
             totals[:, 0].index_add_(0, left.flatten(), (chart.gather(right, 1) * flow).flatten(0, 1))
             totals[:, 1].index_add_(0, right.flatten(), (chart.gather(left, 0) * flow).flatten(0, 1))
     return _Derivatives(totals.to(chart.precision.storage).flatten(1), largest, posterior)
+
+
+def _finite(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Counts over tiny probabilities may be too large for the type: as large as it can be (see `rules.upcast`)."""
+    limit = torch.finfo(dtype).max / 64
+    return gradient.clamp(-limit, limit).to(dtype)
 
 
 class _ScaledInside(torch.autograd.Function):
@@ -229,21 +237,22 @@ class _ScaledInside(torch.autograd.Function):
             # root . beta~ of every sorted sentence; the one-word ones are the last and use e~ and the preterminal part
             top_rows = torch.from_numpy(layout.tops()).to(device)  # [B]
             longer = layout.alive[2] if layout.longest > 1 else 0
-            top_sums = torch.zeros(len(layout.lengths), dtype=precision.compute, device=device)
+            top_sums = torch.zeros(len(layout.lengths), dtype=torch.float64, device=device)
             tops = chart.beta[top_rows[:longer] - words]  # [longer, N] storage type
-            top_sums[:longer] = tops.to(precision.compute) @ weights.root[:n]
+            top_sums[:longer] = tops.double() @ weights.root[:n]
             one_word = top_rows[longer:]
             if root.shape[0] > n and len(one_word):
                 leaves, _ = leaf_values(emissions, chart.leaf_word[one_word], precision)
-                top_sums[longer:] = leaves.to(precision.compute) @ weights.root[n:]
+                top_sums[longer:] = leaves.double() @ weights.root[n:]
             derivatives = _derivatives(chart, top_rows, top_sums)
-        log_z = top_sums.double().log() + chart.scale[top_rows]
+        log_z = top_sums.log() + chart.scale[top_rows]
 
         # What can be believed. A row of an impossible word (all -inf) has child scales -inf.
         sentence = torch.from_numpy(layout.sentence_of_rows()).to(device)  # [rows]
-        largest = torch.where(top_sums > 0, 1.0 / top_sums, 0.0).scatter_reduce_(
-            0, sentence, derivatives.largest, "amax"
-        )
+        largest = torch.zeros_like(top_sums)  # [B] of |D|; a one-word sentence has only that of its leaf
+        if root.shape[0] > n:
+            largest[longer:] = torch.where(top_sums[longer:] > 0, weights.root[n:].amax() / top_sums[longer:], 0.0)
+        largest = largest.scatter_reduce_(0, sentence, derivatives.largest.double(), "amax")
         possible = torch.ones_like(top_sums, dtype=torch.bool)
         emitted = emissions.index_select(0, chart.leaf_word).amax(1) > float("-inf")  # [words]
         possible[sentence[:words][~emitted]] = False
@@ -287,21 +296,20 @@ class _ScaledInside(torch.autograd.Function):
             d_weights = product(weighted[words:].T, beta, compute)  # [2N, N]: ONE product over all spans
             d_leaf_rows = product(weighted[:words], weights.leaves, compute)  # [words, P]
 
-        per_sentence = torch.where(top_sums > 0, gradient / top_sums, 0.0)  # [B]
+        per_sentence = torch.where(top_sums > 0, gradient / top_sums, 0.0)  # [B] fp64
         longer = layout.alive[2] if layout.longest > 1 else 0
-        tops = beta[top_rows[:longer] - words].to(compute)
         d_root = torch.zeros_like(weights.root)
-        d_root[:n] = per_sentence[:longer] @ tops
+        d_root[:n] = per_sentence[:longer] @ beta[top_rows[:longer] - words].double()
         one_word = top_rows[longer:]
         if root.shape[0] > n and len(one_word):
-            d_root[n:] = per_sentence[longer:] @ leaves[one_word].to(compute)
-            d_leaf_rows[one_word] += per_sentence[longer:, None] * weights.root[n:]
+            d_root[n:] = per_sentence[longer:] @ leaves[one_word].double()
+            d_leaf_rows[one_word] += (per_sentence[longer:, None] * weights.root[n:]).to(compute)
 
         d_emissions = torch.empty_like(d_leaf_rows)
         d_emissions[leaf_word] = d_leaf_rows * leaves.to(compute)
         d_both = torch.cat((d_weights, d_leaf_weights), dim=1)  # [2N, N+P]
         return (
-            d_root.to(root.dtype),
+            _finite(d_root, root.dtype),
             d_both[:n].to(left.dtype),
             d_both[n:].to(right.dtype),
             d_emissions.to(emissions.dtype),

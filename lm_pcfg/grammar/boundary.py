@@ -42,7 +42,11 @@ class Emission(NamedTuple):
 
 
 class Grammar(NamedTuple):
-    """Probabilities of a simple PCFG. Shapes of root, left and right as in `flash_inside.Rules`."""
+    """Probabilities of a simple PCFG. Shapes of root, left and right as in `flash_inside.Rules`.
+
+    The root is fp64: training soon gives nearly all of it to one symbol, and in fp32 one-word sentences, which need
+    S -> T, would have probability 0 and no gradient to come back by.
+    """
 
     root: Tensor
     left: Tensor
@@ -91,4 +95,5 @@ def backward_through(grammar: Grammar, leaves: Grammar) -> Tensor:
     """
     pairs = zip(grammar.tensors(), leaves.tensors(), strict=True)
     # A tensor no micro-batch has touched (no data on this rank) still takes part, so that all ranks do the same work.
-    return torch.stack([(tensor * (leaf.grad if leaf.grad is not None else 0.0)).sum() for tensor, leaf in pairs]).sum()
+    parts = [(tensor * (leaf.grad if leaf.grad is not None else 0.0)).sum() for tensor, leaf in pairs]
+    return torch.stack([part.double() for part in parts]).sum()

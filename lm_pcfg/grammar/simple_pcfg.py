@@ -90,5 +90,8 @@ class SimplePCFG(nn.Module):
         log_normalizers = torch.logsumexp(features @ self.words.T, dim=1)  # [P]
         # A copy of the word table: the micro-batches' gradients must reach it through this graph alone.
         return Grammar(
-            root_logits.softmax(-1), left, right, Emission(features, self.words.view_as(self.words), log_normalizers)
+            root_logits.double().softmax(-1),
+            left,
+            right,
+            Emission(features, self.words.view_as(self.words), log_normalizers),
         )
