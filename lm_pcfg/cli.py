@@ -22,6 +22,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+bench = typer.Typer(help="Measure.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
 Checkpoint = Annotated[
     Path | None,
     typer.Option(help="Checkpoint or run folder; default: the best checkpoint of the newest run under runs/."),
@@ -145,6 +148,16 @@ def info(
         print(json.dumps(finite))
     else:
         _print_table(report)
+
+
+@bench.command(
+    name="inside", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def bench_inside(context: typer.Context) -> None:
+    """Time the inside algorithm over a grid of sizes, checked against fp64 first (--help shows its options)."""
+    from flash_inside.benchmarks import inside
+
+    raise typer.Exit(inside.main(context.args))
 
 
 def _count_lines(file: str) -> int:

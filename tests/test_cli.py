@@ -272,3 +272,15 @@ def test_info_reports_the_grammar(trained):
     assert report["subcritical"] == (report["spectral_radius"] < 1)
     assert 0 < report["mass_of_finite_strings"] <= 1 + 1e-6
     assert lm_pcfg("info", "--device", "cpu", cwd=trained).returncode == 0
+
+
+# ---- bench ----------------------------------------------------------------------------------------------------------
+
+
+def test_bench_inside_checks_and_times(tmp_path):
+    grid = ["--grid", "8x4x2", "--methods", "torch,log-sum-exp", "--precision", "fp32", "--seconds", "0.05"]
+    result = lm_pcfg("bench", "inside", *grid, "--device", "cpu", "--csv", "inside.csv", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr.decode()
+    rows = (tmp_path / "inside.csv").read_text().splitlines()
+    assert len(rows) == 3
+    assert rows[0].startswith("method,nonterminals")

@@ -38,7 +38,7 @@ def single_residual(weights, name, x):
 @pytest.mark.parametrize("root_over", ["all", "nonterminals"])
 @pytest.mark.parametrize("parameterization", ["paper", "released"])
 def test_rules_are_those_of_the_formulas(parameterization, root_over):
-    """Symbol by symbol, from the parameters, as appendix A and EVIDENCE (the authors' code) write it."""
+    """Symbol by symbol, from the parameters, as the paper's appendix A and the authors' code have it."""
     model = make_model(parameterization=parameterization, root_over=root_over, seed=3)
     weights = dict(model.named_parameters())
     grammar = model()

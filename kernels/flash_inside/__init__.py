@@ -1,9 +1,9 @@
-"""FlashInside: sentence log marginals and span posteriors of simple PCFGs.
+"""FlashInside: sentence log marginals, span posteriors and best trees of simple PCFGs.
 
 Tensors only: charts, scales, autograd. Nothing here knows about models, text or training.
 """
 
-from flash_inside.interface import BACKENDS, PRECISIONS, Statistics, inside, span_marginals
+from flash_inside.interface import BACKENDS, PRECISIONS, Statistics, inside, span_marginals, viterbi
 from flash_inside.rules import Rules
 
-__all__ = ["BACKENDS", "PRECISIONS", "Rules", "Statistics", "inside", "span_marginals"]
+__all__ = ["BACKENDS", "PRECISIONS", "Rules", "Statistics", "inside", "span_marginals", "viterbi"]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from flash_inside import reference, scaled
+from flash_inside import reference, scaled, trees
 from flash_inside.packing import Layout
 from flash_inside.rules import Rules, check_inputs, upcast
 
-BACKENDS = ("auto", "torch", "reference")
+BACKENDS = ("auto", "triton", "torch", "reference")
 PRECISIONS = tuple(scaled.PRECISIONS)
 
 
@@ -39,12 +43,14 @@ def inside(
     emissions   [sum(lengths), P] log p(word | preterminal), sentences packed one after another
     lengths     number of words of each sentence, any mix
     precision   "fp64" | "fp32" (true fp32, never TF32) | "tf32" (on a device without TF32: fp32) | "bf16"
-    backend     "torch" (scaled linear space, any device) | "reference" (log space, slow) | "auto" (= "torch")
+    backend     "triton" (scaled linear space, CUDA) | "torch" (the same, any device) | "reference" (log space, slow)
+                | "auto": "triton" for CUDA tensors unless in fp64, else "torch"
 
     Differentiable (once) in root, left, right and emissions. A sentence the grammar cannot generate has -inf and a zero
     gradient. A sentence whose numbers leave the range of the format is recomputed, so it is right for any rules.
     """
     lengths = _check(rules, emissions, lengths, precision, backend)
+    backend = _choose(backend, emissions, precision)
     if statistics is not None:
         statistics.sentences += len(lengths)
     if not lengths:  # a rank without data: no sentence, but still connected to the graph
@@ -54,10 +60,11 @@ def inside(
     if rules.per_sentence:
         parts = zip(range(len(lengths)), emissions.split(lengths), lengths, strict=True)
         scores = [
-            _scaled_inside(rules.of_sentence(b), words, [length], precision, statistics) for b, words, length in parts
+            _scaled_inside(rules.of_sentence(b), words, [length], precision, backend, statistics)
+            for b, words, length in parts
         ]
         return torch.cat(scores)
-    return _scaled_inside(rules, emissions, lengths, precision, statistics)
+    return _scaled_inside(rules, emissions, lengths, precision, backend, statistics)
 
 
 def span_marginals(
@@ -73,6 +80,7 @@ def span_marginals(
     The entries of a sentence of l words sum to 2l - 1. A sentence the grammar cannot generate has all zeros.
     """
     lengths = _check(rules, emissions, lengths, precision, backend)
+    backend = _choose(backend, emissions, precision)
     if statistics is not None:
         statistics.sentences += len(lengths)
     if backend == "reference":
@@ -80,16 +88,46 @@ def span_marginals(
     if rules.per_sentence:
         tables = []
         for b, words in enumerate(emissions.split(lengths)):
-            tables += _scaled_span_marginals(rules.of_sentence(b), words, [lengths[b]], precision, statistics)
+            tables += _scaled_span_marginals(rules.of_sentence(b), words, [lengths[b]], precision, backend, statistics)
         return tables
-    return _scaled_span_marginals(rules, emissions, lengths, precision, statistics) if lengths else []
+    return _scaled_span_marginals(rules, emissions, lengths, precision, backend, statistics) if lengths else []
+
+
+def viterbi(
+    rules: Rules,
+    emissions: Tensor,
+    lengths: Tensor | Sequence[int],
+    precision: str = "fp32",
+    backend: str = "auto",
+) -> list[tuple[float, list[tuple[int, int, int]]]]:
+    """The most probable labelled binary tree of every sentence: (log score, [(first word, end, label), ...]).
+
+    Labels 0..N-1 are nonterminals, N..N+P-1 preterminals; parents come before their children, left before right. A
+    sentence the grammar cannot generate has (-inf, []). Values are fp64 for precision "fp64" and fp32 for every other:
+    maxima have no use for tensor cores.
+    """
+    lengths = _check(rules, emissions, lengths, precision, backend)
+    backend = _choose(backend, emissions, precision)
+    if not lengths:
+        return []
+    if backend == "reference":
+        return reference.viterbi(rules, emissions, lengths, _result_type(precision))
+    if rules.per_sentence:
+        parts = enumerate(emissions.split(lengths))
+        return [viterbi(rules.of_sentence(b), words, [len(words)], precision, backend)[0] for b, words in parts]
+    return trees.best_trees(rules, emissions, lengths, _result_type(precision), triton=backend == "triton")
 
 
 def _scaled_inside(
-    rules: Rules, emissions: Tensor, lengths: list[int], precision: str, statistics: Statistics | None
+    rules: Rules, emissions: Tensor, lengths: list[int], precision: str, backend: str, statistics: Statistics | None
 ) -> Tensor:
     """fp64 range for what left the range of the asked precision, log space for what left that too."""
-    log_z, trusted, _ = scaled.inside(rules, emissions, Layout(lengths), precision)
+    if backend == "triton":
+        from flash_inside import triton_backend  # imported where it is used: needs triton
+
+        log_z, trusted, _ = triton_backend.inside(rules, emissions, lengths, precision)
+    else:
+        log_z, trusted, _ = scaled.inside(rules, emissions, Layout(lengths), precision)
     doubtful = _doubtful(trusted)
     if doubtful:
         part_emissions, part_lengths = _select(emissions, lengths, doubtful)
@@ -99,18 +137,23 @@ def _scaled_inside(
         else:
             _count(statistics, fp64=len(doubtful))
             wide_rules = Rules(*(upcast(tensor) for tensor in rules))
-            again = _scaled_inside(wide_rules, upcast(part_emissions), part_lengths, "fp64", statistics)
+            again = _scaled_inside(wide_rules, upcast(part_emissions), part_lengths, "fp64", "torch", statistics)
         index = torch.tensor(doubtful, device=log_z.device)
         log_z = log_z.index_put((index,), again.to(log_z.dtype))
     return log_z
 
 
 def _scaled_span_marginals(
-    rules: Rules, emissions: Tensor, lengths: list[int], precision: str, statistics: Statistics | None
+    rules: Rules, emissions: Tensor, lengths: list[int], precision: str, backend: str, statistics: Statistics | None
 ) -> list[Tensor]:
     layout = Layout(lengths)
     with torch.no_grad():
-        result = scaled.inside(rules, emissions, layout, precision)
+        if backend == "triton":
+            from flash_inside import triton_backend  # imported where it is used: needs triton
+
+            result = triton_backend.inside(rules, emissions, lengths, precision, layout)
+        else:
+            result = scaled.inside(rules, emissions, layout, precision)
         tables = layout.square_tables(result.posterior)
         doubtful = _doubtful(result.trusted)
         if doubtful:
@@ -120,14 +163,15 @@ def _scaled_span_marginals(
                 again = reference.span_marginals(rules, part_emissions, part_lengths)
             else:
                 _count(statistics, fp64=len(doubtful))
-                again = _scaled_span_marginals(rules, part_emissions, part_lengths, "fp64", statistics)
+                again = _scaled_span_marginals(rules, part_emissions, part_lengths, "fp64", "torch", statistics)
             for sentence, table in zip(doubtful, again, strict=True):
                 tables[sentence] = table.to(tables[sentence].dtype)
     return tables
 
 
 def _doubtful(trusted: Tensor) -> list[int]:
-    return (~trusted).nonzero().flatten().tolist()
+    """Numbers of the sentences to recompute: the one place where the host waits for the device."""
+    return [sentence for sentence, good in enumerate(trusted.tolist()) if not good]
 
 
 def _select(emissions: Tensor, lengths: list[int], sentences: list[int]) -> tuple[Tensor, list[int]]:
@@ -149,6 +193,29 @@ def _check(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int], pre
     if backend == "reference" and precision not in ("fp64", "fp32"):
         raise ValueError(f"the reference backend computes in fp64 or fp32, not {precision}")
     return check_inputs(rules, emissions, lengths)
+
+
+def _choose(backend: str, emissions: Tensor, precision: str) -> str:
+    """What "auto" stands for; refuse "triton" where it cannot run."""
+    if backend == "auto":
+        return "triton" if emissions.is_cuda and precision != "fp64" and _triton_installed() else "torch"
+    if backend == "triton":
+        if precision == "fp64":
+            raise ValueError("the triton backend computes in fp32, tf32 or bf16, not fp64")
+        if importlib.util.find_spec("triton") is None:
+            raise ValueError("backend 'triton' needs the package triton, which is not installed")
+        if not emissions.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(f"backend 'triton' needs CUDA tensors, not {emissions.device.type}")
+    return backend
+
+
+@cache
+def _triton_installed() -> bool:
+    """Asked once, so that the warning comes once."""
+    installed = importlib.util.find_spec("triton") is not None
+    if not installed:
+        warnings.warn("triton is not installed: CUDA tensors use the slower torch backend", stacklevel=4)
+    return installed
 
 
 def _result_type(precision: str) -> torch.dtype:

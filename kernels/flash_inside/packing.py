@@ -11,7 +11,6 @@ with prefix[b] the words of the earlier sentences, offset[1] = 0, offset[w+1] = 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -22,23 +21,25 @@ class Layout:
     """Rows of the packed chart of some sentences. All index arrays are int64."""
 
     def __init__(self, lengths: Sequence[int]):
-        self.order = sorted(range(len(lengths)), key=lambda sentence: -lengths[sentence])  # stable
-        self.lengths = np.array([lengths[sentence] for sentence in self.order], dtype=np.int64)  # [B], decreasing
-        self.prefix = np.cumsum(self.lengths) - self.lengths  # [B]
-        self.words = int(self.lengths.sum())
+        given = np.asarray(lengths, dtype=np.int64)
+        order = np.argsort(-given, kind="stable")
+        self.order: list[int] = order.tolist()
+        self.lengths = given[order]  # [B], decreasing
+        ends = np.cumsum(self.lengths)
+        self.prefix = ends - self.lengths  # [B]
+        self.words = int(ends[-1])
         self.longest = int(self.lengths[0])
-        widths = range(1, self.longest + 1)
+        widths = np.arange(1, self.longest + 1)
+        alive = np.searchsorted(-self.lengths, -widths, side="right")  # sentences with length >= width
         #: alive[w] sentences have a span of width w; index 0 is unused
-        self.alive = [0] + [int((self.lengths >= width).sum()) for width in widths]
-        rows = [int((self.lengths[: self.alive[width]] - width + 1).sum()) for width in widths]
+        self.alive: list[int] = [0, *alive.tolist()]
+        rows = ends[alive - 1] - alive * (widths - 1)  # spans of each width
         #: offset[w] is the first row of width w; offset[longest + 1] the number of rows
-        self.offset = np.array([0, 0, *accumulate(rows)], dtype=np.int64)
+        self.offset = np.concatenate(([0, 0], np.cumsum(rows)))
         self.rows = int(self.offset[-1])
         # The word of the caller's packing at each leaf row: [words]
-        first_word = np.cumsum(lengths) - np.asarray(lengths)  # caller's order
-        self.leaf_word = np.concatenate(
-            [np.arange(first_word[b], first_word[b] + lengths[b], dtype=np.int64) for b in self.order]
-        )
+        first_word = (np.cumsum(given) - given)[order]
+        self.leaf_word = np.arange(self.words) + np.repeat(first_word - self.prefix, self.lengths)
 
     def span_rows(self, width: int) -> slice:
         return slice(int(self.offset[width]), int(self.offset[width + 1]))

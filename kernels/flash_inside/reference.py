@@ -84,6 +84,58 @@ def _inside_of_sentence(rules: Rules, words: Tensor, dtype: torch.dtype, span_sc
     return log_sum_exp(log_root[:n] + log_beta[0], dim=0)
 
 
+def viterbi(
+    rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dtype = torch.float64
+) -> list[tuple[float, list[tuple[int, int, int]]]]:
+    """Best labelled tree of every sentence with stored back-pointers: (log score, [(first word, end, label), ...])."""
+    with torch.no_grad():
+        return [
+            _best_tree(rules.of_sentence(b), words.to(dtype), dtype) for b, words in enumerate(emissions.split(lengths))
+        ]
+
+
+def _best_tree(rules: Rules, words: Tensor, dtype: torch.dtype) -> tuple[float, list[tuple[int, int, int]]]:
+    length, n = words.shape[0], rules.nonterminals
+    log_root, log_left, log_right = (tensor.to(dtype).log() for tensor in rules)
+    if length == 1:
+        if rules.root.shape[0] == n:
+            return NEGATIVE_INFINITY, []
+        score, best = (log_root[n:] + words[0]).max(0)
+        return _tree(score, [(0, 1, n + int(best))])
+
+    # For span (i, j): value[A], best split[A]; for either side the value[A] and label[A] of the best child of A
+    split: dict[tuple[int, int], Tensor] = {}
+    child: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+    value = words[0]
+    for width in range(1, length + 1):
+        for i in range(length - width + 1):
+            j = i + width
+            if width == 1:
+                value, columns = words[i], slice(n, None)
+            else:
+                sums = [child[i, k, 0][0] + child[k, j, 1][0] for k in range(i + 1, j)]
+                value, best = torch.stack(sums).max(0)
+                split[i, j], columns = i + 1 + best, slice(0, n)
+            for side, log_rule in enumerate((log_left, log_right)):
+                best_value, best_label = (log_rule[:, columns] + value).max(1)
+                child[i, j, side] = best_value, best_label + (n if width == 1 else 0)
+    score, top = (log_root[:n] + value).max(0)
+
+    nodes, open_nodes = [], [(0, length, int(top))]
+    while open_nodes:
+        i, j, label = open_nodes.pop()
+        nodes.append((i, j, label))
+        if j - i > 1:
+            k = int(split[i, j][label])
+            open_nodes.append((k, j, int(child[k, j, 1][1][label])))
+            open_nodes.append((i, k, int(child[i, k, 0][1][label])))
+    return _tree(score, nodes)
+
+
+def _tree(score: Tensor, nodes: list[tuple[int, int, int]]) -> tuple[float, list[tuple[int, int, int]]]:
+    return (score.item(), nodes) if score > NEGATIVE_INFINITY else (NEGATIVE_INFINITY, [])
+
+
 def safe_log(probabilities: Tensor) -> Tensor:
     """log p, with -inf and a zero gradient where p is 0 (the derivative by log p is the expected count: zero)."""
     positive = probabilities > 0

@@ -27,7 +27,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SourceScore:
-    """The measure of DESIGN.md: perplexity = exp(nll / tokens), tokens = words + lines; natural logarithms."""
+    """perplexity = exp(nll / tokens), tokens = words + lines; natural logarithms."""
 
     nll: float
     words: int

@@ -1,0 +1,242 @@
+"""`main(argv)`: time forward + backward over a grid of sizes, check each against fp64 first, write one CSV and a plot.
+
+    python -m flash_inside.benchmarks.inside --csv inside.csv --plot inside.svg
+    python -m flash_inside.benchmarks.inside --grid 512x20x16,8192x40x16 --methods triton
+
+A size is nonterminals x words x sentences; there are twice as many preterminals. Inputs are resident, gradients go to
+all four inputs. Memory is the peak above the inputs and one set of their gradients: in a first pass, when there are no
+gradients yet (peak_gib), and in one whose gradients are added to those of an earlier pass (accumulating_gib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import importlib.metadata
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import flash_inside
+from flash_inside.benchmarks import baselines
+from flash_inside.benchmarks.plot import draw
+from flash_inside.rules import Rules
+
+GRID = "512x20x16,512x40x16,2048x40x16,4096x40x16,8192x20x16,8192x40x16,8192x25x64"
+METHODS = ("triton", "torch", "log-einsum-exp", "log-sum-exp")
+#: Error of log Z allowed before anything is timed, relative to max(|log Z|, words)
+TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6, "tf32": 1e-4, "bf16": 3e-4}
+FIELDS = (
+    "method", "nonterminals", "words", "sentences", "precision", "p20_ms", "p50_ms", "p80_ms", "peak_gib",
+    "accumulating_gib", "error", "share_of_ceiling", "ceiling_tflops", "device", "torch", "triton", "date", "note",
+)  # fmt: skip
+
+
+class Size(NamedTuple):
+    nonterminals: int
+    words: int
+    sentences: int
+
+    @property
+    def flops(self) -> float:
+        """Of the matrix products, forward and backward: three for the spans below the top, three for the words."""
+        n, spans = self.nonterminals, self.sentences * (self.words * (self.words - 1) // 2)
+        return 3 * 2 * 2 * n * (n * spans + 2 * n * self.sentences * self.words)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parse(argv)
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    ceiling = _ceiling(device)
+    rows = []
+    for size in arguments.grid:
+        for method in arguments.methods:
+            row = _measure(method, size, arguments.precision, device, arguments.seconds, ceiling)
+            rows.append(row)
+            print(_line(row), flush=True)
+    if arguments.csv:
+        with arguments.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(rows)
+    if arguments.plot:
+        arguments.plot.write_text(draw(rows))
+    return 1 if any(row["note"] == "WRONG" for row in rows) else 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench inside", description="time the inside algorithm")
+    parser.add_argument("--grid", type=_grid, default=_grid(GRID), help=f"sizes NxWORDSxSENTENCES (default {GRID})")
+    parser.add_argument("--methods", type=_methods, default=list(METHODS), help=f"default {','.join(METHODS)}")
+    parser.add_argument("--precision", choices=tuple(TOLERANCE), default="bf16", help="of triton and torch")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time to spend on each measurement")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path, help="an SVG file")
+    return parser.parse_args(argv)
+
+
+def _grid(text: str) -> list[Size]:
+    sizes = [Size(*map(int, part.split("x"))) for part in text.split(",")]
+    if any(min(size) < 1 or size.words < 2 for size in sizes):
+        raise argparse.ArgumentTypeError("sizes are NxWORDSxSENTENCES, with at least two words")
+    return sizes
+
+
+def _methods(text: str) -> list[str]:
+    methods = text.split(",")
+    unknown = set(methods) - set(METHODS)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown method {', '.join(sorted(unknown))}: use {', '.join(METHODS)}")
+    return methods
+
+
+def _inputs(size: Size, precision: str, device: torch.device) -> list[Tensor]:
+    """root, left, right, emissions of a random grammar; the rules in the type the precision works in."""
+    generator = torch.Generator(device).manual_seed(1)
+    n, rules_type = size.nonterminals, torch.bfloat16 if precision == "bf16" else torch.float32
+
+    def softmax(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=generator).softmax(-1)
+
+    root, left, right = softmax(n), softmax(n, 3 * n).to(rules_type), softmax(n, 3 * n).to(rules_type)
+    emissions = torch.randn(size.words * size.sentences, 2 * n, device=device, generator=generator) - 8
+    return [tensor.requires_grad_() for tensor in (root, left, right, emissions)]
+
+
+def _function(method: str, precision: str) -> Callable[[Rules, Tensor, list[int]], Tensor]:
+    if method == "log-einsum-exp":
+        return baselines.log_einsum_exp
+    if method == "log-sum-exp":
+        return baselines.log_sum_exp
+    return lambda rules, emissions, lengths: flash_inside.inside(rules, emissions, lengths, precision, method)
+
+
+def _error(method: str, size: Size, precision: str, device: torch.device) -> float:
+    """Of log Z against fp64 on the same rounded tensors, for two sentences."""
+    small = size._replace(sentences=min(2, size.sentences))
+    inputs = [tensor.detach() for tensor in _inputs(small, precision, device)]
+    lengths = [small.words] * small.sentences
+    with torch.no_grad():
+        ours = _function(method, precision)(Rules(*inputs[:3]), inputs[3], lengths).double()
+        wide = [tensor.double() for tensor in inputs]
+        truth = flash_inside.inside(Rules(*wide[:3]), wide[3], lengths, "fp64", "torch")
+    return ((ours - truth).abs() / truth.abs().clamp(min=small.words)).max().item()
+
+
+def _measure(
+    method: str, size: Size, precision: str, device: torch.device, seconds: float, ceiling: float
+) -> dict[str, str | int | float]:
+    row: dict[str, str | int | float] = dict.fromkeys(FIELDS, "")
+    row |= {"method": method, "precision": precision if method in ("triton", "torch") else "fp32"}
+    row |= size._asdict() | _machine(device) | {"ceiling_tflops": round(ceiling, 1)}
+    try:
+        row["error"] = error = _error(method, size, precision, device)
+        if not error <= TOLERANCE[str(row["precision"])] * (10 if method.startswith("log") else 1):
+            return row | {"note": "WRONG"}
+        times, peaks = _times(method, size, precision, device, seconds)
+    except torch.cuda.OutOfMemoryError:
+        return row | {"note": "out of memory"}
+    except ValueError as problem:  # a method that does not run here, in one line
+        return row | {"note": str(problem)}
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    times.sort()
+    for name, share in (("p20_ms", 0.2), ("p50_ms", 0.5), ("p80_ms", 0.8)):
+        row[name] = round(times[round(share * (len(times) - 1))], 4)
+    row["peak_gib"], row["accumulating_gib"] = (round(peak / 2**30, 3) for peak in peaks)
+    row["share_of_ceiling"] = round(size.flops / (ceiling * 1e12) / (float(row["p50_ms"]) / 1e3), 3)
+    return row
+
+
+def _times(
+    method: str, size: Size, precision: str, device: torch.device, seconds: float
+) -> tuple[list[float], tuple[int, int]]:
+    """Milliseconds of single passes, and the two peaks of memory in bytes."""
+    inputs, lengths = _inputs(size, precision, device), [size.words] * size.sentences
+    function = _function(method, precision)
+
+    def forward_and_backward() -> None:
+        function(Rules(*inputs[:3]), inputs[3], lengths).sum().backward()
+
+    def clear() -> None:
+        for tensor in inputs:
+            tensor.grad = None
+
+    for _ in range(3):
+        clear()
+        forward_and_backward()
+    peaks = (0, 0)
+    if device.type == "cuda":
+        kept = sum(tensor.nbytes + tensor.grad.nbytes for tensor in inputs if tensor.grad is not None)
+        clear()
+        if method == "triton":
+            from flash_inside import triton_graphs
+
+            triton_graphs.clear()  # the memory of graphs counts: let it be taken again
+        found = []
+        for _ in range(2):  # the second pass adds to the gradients of the first
+            torch.cuda.reset_peak_memory_stats()
+            forward_and_backward()
+            found.append(torch.cuda.max_memory_allocated() - kept)
+        peaks = found[0], found[1]
+        clear()
+        forward_and_backward()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 5 or (time.perf_counter() < end and len(times) < 1000):
+        clear()
+        times.append(_milliseconds(forward_and_backward, device))
+    return times, peaks
+
+
+def _milliseconds(function: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        function()
+        return (time.perf_counter() - start) * 1e3
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def _ceiling(device: torch.device) -> float:
+    """TFLOP/s of a large matrix product: bf16 on a GPU, fp32 on a CPU."""
+    side, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    times = sorted(_milliseconds(lambda: a @ b, device) for _ in range(15))
+    return 2 * side**3 / times[7] / 1e9
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    try:
+        triton_version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton_version = "none"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    return {"device": name, "torch": torch.__version__, "triton": triton_version, "date": date}
+
+
+def _line(row: dict[str, str | int | float]) -> str:
+    size = f"{row['nonterminals']:>6} x {row['words']:>3} x {row['sentences']:>3}  {row['method']:<15}"
+    if row["note"]:
+        return f"{size} {row['note']}"
+    share = f"{100 * float(row['share_of_ceiling']):5.1f} %"
+    return f"{size} {row['p50_ms']:>10} ms  {row['peak_gib']:>7} GiB  {share} of the ceiling  error {row['error']:.1e}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The inside algorithm and its derivatives on a GPU: Triton kernels between cuBLAS products, one product per width.
+
+The contract is that of scaled.py (log Z, trusted, posterior). What differs, and why:
+
+    one scale a row       eta | zeta are stored as the product leaves them, in the storage type: no pass over them
+    no copy of the rules  products read left and right where they are, and write the gradients where they belong
+    gathered derivatives  every row sums over its parents in a fixed order: no atomics, bitwise reproducible
+    CUDA graphs           where launching the kernels would take longer than running them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_inside import triton_graphs
+from flash_inside.packing import Layout
+from flash_inside.rules import Rules
+from flash_inside.scaled import Result
+from flash_inside.triton_chart import Chart, Kept, Tables, Weights, product_precision
+from flash_inside.triton_gradients import Gradients, Wanted, gradients
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+
+#: Up to this many nonterminals "bf16" keeps the chart in fp32: the products cost nothing there, and with few symbols
+#: rounding errors of bf16 do not average out (two words, 16 symbols: 4 times the error allowed to bf16).
+LARGEST_FP32_CHART = 256
+
+
+def inside(
+    rules: Rules, emissions: Tensor, lengths: Sequence[int], precision: str, layout: Layout | None = None
+) -> Result:
+    """Log marginals in the caller's order. The gradient of a sentence that is not trusted is zero.
+
+    Give a layout to get the posterior of its rows. Without one a CUDA graph may be used, and the posterior is empty.
+    """
+    return Result(*_TritonInside.apply(*rules, emissions, lengths, precision, layout))
+
+
+def storage_type(precision: str, n: int) -> torch.dtype:
+    return torch.bfloat16 if precision == "bf16" and n > LARGEST_FP32_CHART else torch.float32
+
+
+class _TritonInside(torch.autograd.Function):
+    """(root, left, right, emissions) -> log Z [B], trusted [B], posterior [rows]; the last two not differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        root: Tensor,
+        left: Tensor,
+        right: Tensor,
+        emissions: Tensor,
+        lengths: Sequence[int],
+        precision: str,
+        layout: Layout | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        n, p = left.shape[0], emissions.shape[1]
+        storage, device = storage_type(precision, n), emissions.device
+        ctx.precision, ctx.emission_type, ctx.words = precision, emissions.dtype, emissions.shape[0]
+        ctx.held = None
+        with product_precision(precision):
+            graph = None
+            if layout is None:
+                graph = triton_graphs.find(Rules(root, left, right), emissions, lengths, precision, storage)
+            if graph is not None:
+                held = graph.run(root, left, right, emissions, lengths)
+                results = held.results(len(lengths))
+                if any(ctx.needs_input_grad):
+                    ctx.held = held
+                    ctx.save_for_backward(root, left, right)
+            else:
+                layout = layout or Layout(lengths)
+                tables = Tables.of(layout, device)
+                chart = Chart.allocate(layout, n, p, storage, _allocator(device))
+                weights = Weights(left, right, storage)
+                chart.compute(weights, root.float().contiguous(), emissions.contiguous(), layout, tables)
+                results = chart.log_z, chart.trusted.bool(), chart.posterior
+                if any(ctx.needs_input_grad):
+                    ctx.save_for_backward(root, left, right, *chart.kept)
+                    ctx.layout, ctx.tables = layout, tables
+        ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_log_z: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:
+        root, left, right, *kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        wanted = Wanted(
+            root.dtype if needs[0] else None,
+            left.dtype if needs[1] or needs[2] else None,
+            ctx.emission_type if needs[3] else None,
+        )
+        d_log_z = d_log_z.float().contiguous()
+        with product_precision(ctx.precision):
+            if ctx.held is not None:
+                found = ctx.held.gradients(root, left, right, d_log_z, ctx.words, wanted)
+            else:
+                chart = Kept(*kept)
+                weights = Weights(left, right, chart.leaves.dtype)
+                allocate = _allocator(d_log_z.device)
+                found = gradients(
+                    chart, weights, root.float().contiguous(), d_log_z, ctx.words, ctx.layout, ctx.tables, wanted,
+                    allocate, allocate,
+                )  # fmt: skip
+        return (*_as_wanted(found, left, right), None, None, None)
+
+
+def _as_wanted(found: Gradients, left: Tensor, right: Tensor) -> Gradients:
+    """The rules may have two types; their gradients are computed in that of left."""
+    if found.right is not None and right.dtype != left.dtype:
+        return found._replace(right=found.right.to(right.dtype))
+    return found
+
+
+def _allocator(device: torch.device) -> Any:
+    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)

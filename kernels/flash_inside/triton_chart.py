@@ -1,0 +1,299 @@
+"""The chart of the triton backend: its memory, its tables on the device, and the passes over the widths.
+
+Per width, forward: split sum, (division by the row's maximum,) one product. Per width, backward: gathered derivative,
+one product. Nothing here waits for the GPU, so all of it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from flash_inside import triton_gradient_kernels as gradient_kernels
+from flash_inside import triton_kernels as kernels
+from flash_inside.packing import Layout
+
+#: A sentence with a larger |D| at a stored value is recomputed. What is lost below 1e-38 would matter from 1e38 on; and
+#: rule gradients, sums of D times values of up to 2^40, must not leave the range of fp32 either.
+LARGEST_TRUSTED_D = 1e23
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
+@contextmanager
+def product_precision(precision: str) -> Iterator[None]:
+    """fp32 means fp32, and bf16 products are summed in fp32, whatever the process-wide settings are."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_tf32, settings.allow_bf16_reduced_precision_reduction
+    settings.allow_tf32, settings.allow_bf16_reduced_precision_reduction = precision == "tf32", False
+    try:
+        yield
+    finally:
+        settings.allow_tf32, settings.allow_bf16_reduced_precision_reduction = before
+
+
+class Launcher:
+    """A kernel launched for width after width: what the first launch compiled is called directly by the others.
+
+    That skips Triton's look at every argument (most of the cost of a launch), so arguments must keep their types,
+    alignment and divisibility, as they do from width to width.
+    """
+
+    def __init__(self, kernel: Any, warps: int, **constants: int | bool):
+        self.kernel, self.warps, self.constants = kernel, warps, constants
+        self.compiled: Any = None
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Tensor | int) -> None:
+        if self.compiled is None:
+            self.compiled = self.kernel[grid](*arguments, **self.constants, num_warps=self.warps)
+        else:
+            self.compiled[grid](*arguments, *self.constants.values())
+
+
+class Blocks(NamedTuple):
+    """How a kernel over [splits, N] is cut up."""
+
+    columns: int
+    splits: int
+    warps: int
+
+    def count(self, n: int) -> int:
+        return triton.cdiv(n, self.columns)
+
+
+# Measured on an H200. A program's threads lie along the row, 16 bytes each, so that sums over splits stay in a thread.
+def split_sum_blocks(n: int) -> Blocks:
+    if n > 1024:
+        return Blocks(1024, 1, 4)
+    columns = max(16, triton.next_power_of_2(n))
+    return Blocks(columns, max(2, min(16, 2048 // columns)), 4 if columns > 128 else 2)
+
+
+def outside_blocks(n: int) -> Blocks:
+    columns = max(16, min(1024, triton.next_power_of_2(n)))
+    return Blocks(columns, max(1, min(8, 1024 // columns)), 4 if columns > 128 else 2)
+
+
+def row_block(columns: int) -> int:
+    """Block of a kernel that walks along one row."""
+    return max(16, min(1024, triton.next_power_of_2(columns)))
+
+
+class Tables:
+    """The layout as the kernels read it: six tables of int64 in one buffer, each 16-byte aligned."""
+
+    NAMES = ("offset", "prefix", "capacity", "lengths", "order", "word_of_leaf")
+
+    def __init__(self, packed: Tensor, sizes: list[int]):
+        starts = np.cumsum([0, *(size + size % 2 for size in sizes)])
+        self.packed = packed
+        self.offset, self.prefix, self.capacity, self.lengths, self.order, self.word_of_leaf = (
+            packed[start : start + size] for start, size in zip(starts[:-1].tolist(), sizes, strict=True)
+        )
+
+    @classmethod
+    def of(cls, layout: Layout, device: torch.device) -> Tables:
+        """In one transfer that the host does not wait for."""
+        order = np.array(layout.order, dtype=np.int64)
+        return cls.from_arrays(
+            [layout.offset, layout.prefix, layout.lengths, layout.lengths, order, layout.leaf_word], device
+        )
+
+    @classmethod
+    def from_arrays(cls, arrays: list[np.ndarray], device: torch.device) -> Tables:
+        padded = [np.append(array, 0) if array.size % 2 else array for array in arrays]
+        packed = torch.from_numpy(np.concatenate(padded))
+        if device.type == "cuda":
+            packed = packed.pin_memory().to(device, non_blocking=True)
+        return cls(packed, [array.size for array in arrays])
+
+    @property
+    def position(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.offset, self.prefix, self.capacity, self.lengths
+
+
+class Weights:
+    """left and right [N, N+P] in the storage type, where they lie; as one [2N, N+P] if they lie one after the other."""
+
+    def __init__(self, left: Tensor, right: Tensor, storage: torch.dtype):
+        self.n = left.shape[0]
+        self.joint: Tensor | None = None
+        if left.dtype != storage or right.dtype != storage:
+            self.joint = torch.empty(2 * self.n, left.shape[1], dtype=storage, device=left.device)
+            self.joint[: self.n], self.joint[self.n :] = left, right
+            left, right = self.joint.split(self.n)
+        elif _follows(left, right):
+            self.joint = left.as_strided((2 * self.n, left.shape[1]), left.stride())
+        self.left, self.right = left, right
+
+    def to_children(self, rows: Tensor, out: Tensor, columns: slice) -> None:
+        """[eta | zeta] = rows [left; right]^T for the given columns of the rules: [R, K] -> [R, 2N]."""
+        if self.joint is not None:
+            torch.mm(rows, self.joint[:, columns].T, out=out)
+        else:
+            torch.mm(rows, self.left[:, columns].T, out=out[:, : self.n])
+            torch.mm(rows, self.right[:, columns].T, out=out[:, self.n :])
+
+    def from_children(self, d_children: Tensor, out: Tensor, columns: slice) -> None:
+        """D by the rows = D_eta left + D_zeta right: [R, 2N] -> [R, K]."""
+        if self.joint is not None:
+            torch.mm(d_children, self.joint[:, columns], out=out)
+        else:
+            torch.mm(d_children[:, : self.n], self.left[:, columns], out=out)
+            out.addmm_(d_children[:, self.n :], self.right[:, columns])
+
+
+def _follows(left: Tensor, right: Tensor) -> bool:
+    return (
+        left.is_contiguous()
+        and right.is_contiguous()
+        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        and right.storage_offset() == left.storage_offset() + left.numel()
+    )
+
+
+class Kept(NamedTuple):
+    """What the gradients need of a chart."""
+
+    leaves: Tensor
+    beta: Tensor
+    d_children: Tensor
+    top_sum: Tensor
+    usable: Tensor
+
+
+@dataclass
+class Chart:
+    """Results of a pass, and its working memory. Rows are those of the layout, sentences sorted unless said.
+
+    The results come first: in memory cut from one block, what follows them can be used again once the pass is over.
+    """
+
+    leaves: Tensor  # [words, P] storage type: e~
+    beta: Tensor  # [rows - words, N] storage type: beta~
+    d_children: Tensor  # [rows below the longest width, 2N] storage type: D_eta | D_zeta for an incoming gradient of 1
+    top_sum: Tensor  # [B] root . beta~
+    usable: Tensor  # [B] int8: has derivatives
+    log_z: Tensor  # [B] fp32, caller's order
+    trusted: Tensor  # [B] int8, caller's order
+    posterior: Tensor  # [rows] fp32
+    # Only used during the pass:
+    children: Tensor  # like d_children: eta | zeta
+    d_beta: Tensor  # [rows below the longest width - words, N] storage type
+    scale: Tensor  # [rows] fp64: t
+    row_largest: Tensor  # [rows] fp32: what beta~ was divided by
+    unscaled: Tensor  # [spans of two words, N] fp32: a width's rows before the division
+    block_largest: Tensor  # [spans of two words, blocks] fp32
+    largest: Tensor  # [rows below the longest width, blocks] fp32: largest |D|
+    largest_of_width: Tensor  # [widths, B] fp32
+
+    @classmethod
+    def allocate(cls, layout: Layout, n: int, p: int, storage: torch.dtype, allocate: Allocate) -> Chart:
+        sentences, words, rows, longest = len(layout.lengths), layout.words, layout.rows, layout.longest
+        below_longest = int(layout.offset[longest])
+        two_words = int(layout.offset[3] - layout.offset[2]) if longest > 1 else 0
+        split_blocks, single = split_sum_blocks(n).count(n), torch.float32
+        return cls(
+            leaves=allocate((words, p), storage),
+            beta=allocate((rows - words, n), storage),
+            d_children=allocate((below_longest, 2 * n), storage),
+            top_sum=allocate((sentences,), single),
+            usable=allocate((sentences,), torch.int8),
+            log_z=allocate((sentences,), single),
+            trusted=allocate((sentences,), torch.int8),
+            posterior=allocate((rows,), single),
+            children=allocate((below_longest, 2 * n), storage),
+            d_beta=allocate((max(below_longest - words, 0), n), storage),
+            scale=allocate((rows,), torch.float64),
+            row_largest=allocate((rows,), single),
+            unscaled=allocate((two_words if split_blocks > 1 else 0, n), single),
+            block_largest=allocate((two_words, split_blocks), single),
+            largest=allocate((below_longest, outside_blocks(n).count(n)), single),
+            largest_of_width=allocate((longest, sentences), single),
+        )
+
+    @property
+    def kept(self) -> Kept:
+        return Kept(self.leaves, self.beta, self.d_children, self.top_sum, self.usable)
+
+    def compute(self, weights: Weights, root: Tensor, emissions: Tensor, layout: Layout, tables: Tables) -> None:
+        """root: [N] or [N+P] fp32; emissions: [words, P] contiguous, caller's order."""
+        self._inside(weights, root, emissions, layout, tables)
+        self._outside(weights, root, layout, tables)
+        self._judge(root.shape[0] > weights.n, layout, tables)
+
+    def _inside(self, weights: Weights, root: Tensor, emissions: Tensor, layout: Layout, tables: Tables) -> None:
+        n, p, words, longest = weights.n, emissions.shape[1], layout.words, layout.longest
+        kernels.leaf_kernel[(words,)](
+            emissions, tables.word_of_leaf, self.leaves, self.scale, p, BLOCK=row_block(p)
+        )  # fmt: skip
+        if longest > 1:
+            weights.to_children(self.leaves, self.children[:words], slice(n, None))
+        blocks = split_sum_blocks(n)
+        count = blocks.count(n)
+        constants = {"BLOCK": blocks.columns, "SPLITS": blocks.splits, "SCALES": 64, "ONE_BLOCK": count == 1}
+        split_sum = Launcher(kernels.split_sum_kernel, blocks.warps, **constants)
+        normalise = Launcher(kernels.normalise_kernel, 4, BLOCK=1024, BLOCKS=triton.next_power_of_2(count))
+        for width in range(2, longest + 1):
+            here = layout.span_rows(width)
+            split_sum(
+                (count, longest - width + 1, layout.alive[width]),
+                self.children, self.scale, self.beta, self.unscaled, self.block_largest, self.row_largest,
+                *tables.position, width, words, n,
+            )  # fmt: skip
+            if count > 1:
+                normalise(
+                    (here.stop - here.start, triton.cdiv(n, 1024), 1),
+                    self.unscaled, self.block_largest, self.beta, self.scale, self.row_largest, here.start, words, n,
+                    count,
+                )  # fmt: skip
+            if width < longest:
+                weights.to_children(self.beta_rows(here, words), self.children[here], slice(0, n))
+        kernels.top_kernel[(len(layout.lengths),)](
+            self.beta, self.leaves, root, self.top_sum, tables.offset, tables.prefix, tables.lengths, words, n, p,
+            ONE_WORD=root.shape[0] > n, BLOCK=row_block(n),
+        )  # fmt: skip
+
+    def _outside(self, weights: Weights, root: Tensor, layout: Layout, tables: Tables) -> None:
+        """Derivatives for an incoming gradient of 1 a sentence, from the widest spans down."""
+        n, words, longest = weights.n, layout.words, layout.longest
+        blocks = outside_blocks(n)
+        outside = Launcher(kernels.outside_kernel, blocks.warps, BLOCK=blocks.columns, SPLITS=blocks.splits)
+        for width in range(longest - 1, 0, -1):
+            here = layout.span_rows(width)
+            outside(
+                (blocks.count(n), longest - width + 1, layout.alive[width]),
+                self.children, self.d_beta, self.d_children, self.scale, self.largest, root, self.top_sum,
+                *tables.position, width, words, n,
+            )  # fmt: skip
+            if width > 1:
+                target = self.d_beta[here.start - words : here.stop - words]
+                weights.from_children(self.d_children[here], target, slice(0, n))
+
+    def _judge(self, one_word: bool, layout: Layout, tables: Tables) -> None:
+        """Posteriors, log Z, and which sentences can be believed; the others lose their derivatives."""
+        n, longest, sentences = self.beta.shape[1], layout.longest, len(layout.lengths)
+        count = outside_blocks(n).count(n)
+        gradient_kernels.posterior_kernel[(longest, sentences)](
+            self.beta, self.d_beta, self.largest, self.row_largest, self.posterior, self.largest_of_width,
+            *tables.position, layout.words, n, count, BLOCK=row_block(n), BLOCKS=triton.next_power_of_2(count),
+        )  # fmt: skip
+        gradient_kernels.verdict_kernel[(sentences,)](
+            self.top_sum, self.scale, self.largest_of_width, self.log_z, self.trusted, self.usable, tables.offset,
+            tables.prefix, tables.lengths, tables.order, self.row_largest, LARGEST_TRUSTED_D,
+            ONE_WORD=one_word, BLOCK=64,
+        )  # fmt: skip
+        gradient_kernels.clear_kernel[(longest, sentences)](
+            self.d_children, self.usable, self.posterior, tables.offset, tables.prefix, tables.capacity, n,
+            BLOCK=row_block(2 * n),
+        )  # fmt: skip
+
+    def beta_rows(self, rows: slice, words: int) -> Tensor:
+        return self.beta[rows.start - words : rows.stop - words]

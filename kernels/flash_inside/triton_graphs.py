@@ -1,0 +1,356 @@
+"""CUDA graphs: the passes over the widths, captured once for a bucket of shapes and replayed.
+
+A graph is captured for so many sentences of so many words (its capacity). A batch is put into the first slots; tables
+on the device say how long each sentence is, and rows beyond its words hold zeros, so one graph serves every batch that
+fits. All graphs of a device work in one arena: they never run at the same time. What the backward needs stays there; a
+batch that is still waiting for its backward when the arena is needed again is copied out first.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flash_inside.packing import Layout
+from flash_inside.rules import Rules
+from flash_inside.triton_chart import Chart, Kept, Tables, Weights
+from flash_inside.triton_gradients import Gradients, Wanted, gradients
+
+#: Above this many nonterminals products take longer than launches: rows without words are real work, so that a graph
+#: must fit its batch closely.
+LARGEST_LAUNCH_BOUND_N = 1024
+#: Rows of a graph's layout for each row of the batch, at most (launch-bound or not).
+MOST_PADDING = {True: 4.0, False: 1.15}
+#: Up to here the gradients are in the graph too, and copied out.
+LARGEST_N_OF_GRADIENT_GRAPH = 2048
+#: Up to here a graph has its own copy of the rules, and serves any; beyond, it is tied to the memory they lie in.
+LARGEST_N_OF_COPIED_RULES = 4096
+#: ... and not used for a chart of more rows than this: the products then hide the launches, and an arena would cost
+#: memory while the gradients are computed.
+MOST_ROWS_BEYOND = 4096
+MOST_GRAPHS = 64
+MOST_TABLES = 64  # of a graph: batches of one length come again and again
+
+
+@dataclass(frozen=True)
+class Bucket:
+    device: int
+    n: int
+    p: int
+    root_size: int
+    precision: str
+    storage: torch.dtype
+    types: tuple[torch.dtype, torch.dtype, torch.dtype]  # of root, rules and emissions
+    sentences: int
+    words: int  # of the longest sentence
+    rules_at: tuple[int, int] | None = None  # where left and right lie, if the graph reads them there
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def bucket_of(
+    rules: Rules, emissions: Tensor, lengths: Sequence[int], precision: str, storage: torch.dtype
+) -> Bucket | None:
+    """None: no graph for such a batch."""
+    n, sentences, longest = rules.nonterminals, len(lengths), max(lengths)
+    launch_bound = n <= LARGEST_LAUNCH_BOUND_N
+    slots = sentences if sentences <= 8 else _round_up(sentences, 8 if launch_bound else 4)
+    words = _round_up(longest, 4) if launch_bound else longest
+    room = slots * words * (words + 1) // 2
+    if longest < 2 or room > MOST_PADDING[launch_bound] * sum(length * (length + 1) // 2 for length in lengths):
+        return None
+    rules_at = None
+    if n > LARGEST_N_OF_COPIED_RULES:
+        if room > MOST_ROWS_BEYOND:
+            return None
+        if not (rules.left.dtype == rules.right.dtype == storage):
+            return None
+        if not (rules.left.is_contiguous() and rules.right.is_contiguous()):
+            return None
+        rules_at = rules.left.data_ptr(), rules.right.data_ptr()
+    device, root_size = emissions.device.index or 0, rules.root.shape[0]
+    types = rules.root.dtype, rules.left.dtype, emissions.dtype
+    return Bucket(device, n, rules.preterminals, root_size, precision, storage, types, slots, words, rules_at)
+
+
+class Arena:
+    """One block of device memory from which a graph's tensors are cut, again from the start for every graph."""
+
+    ALIGNMENT = 256
+
+    def __init__(self, size: int, device: torch.device):
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self.used = 0
+        self.holder: weakref.ref[Held] | None = None  # whose chart is in the arena
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = int(np.prod(shape)) * dtype.itemsize
+        start = self.used
+        self.used = _round_up(start + size, self.ALIGNMENT)
+        return self.memory[start : start + size].view(dtype).view(shape)
+
+    def hand_to(self, holder: Held) -> None:
+        previous = self.holder() if self.holder is not None else None
+        if previous is not None:
+            previous.leave_arena()
+        self.holder = weakref.ref(holder)
+
+
+class Graph:
+    """A pass over the widths, with the inputs it reads; captured when it runs a second time.
+
+    Captured or not, it does the same work on the same shapes, so results stay bitwise equal. On a CPU (Triton's
+    interpreter) it is never captured.
+    """
+
+    def __init__(self, bucket: Bucket, arena: Arena, left: Tensor, right: Tensor):
+        self.bucket, self.arena = bucket, arena
+        device = arena.memory.device
+        self.layout = Layout([bucket.words] * bucket.sentences)
+        self.tables = self._tables([0] * bucket.sentences, device)
+        self.known_tables: dict[tuple[int, ...], Tables] = {}
+        arena.used = 0
+        self.root, self.d_log_z, self.emissions, joint, self.chart, self.gradient_start = _memory(
+            bucket, self.layout, arena
+        )
+        if joint is not None:
+            left, right = joint.split(bucket.n)
+        self.left, self.right = left.detach(), right.detach()
+        self.weights = Weights(self.left, self.right, bucket.storage)
+        # Nothing here may refer back to this object: memory is to be free as soon as the graph is dropped.
+        self.forward = Replay(
+            partial(self.chart.compute, self.weights, self.root, self.emissions, self.layout, self.tables)
+        )
+        self.backward: dict[Wanted, tuple[Replay, list[Gradients]]] = {}
+
+    @staticmethod
+    def size(bucket: Bucket) -> int:
+        """Bytes of arena needed."""
+        counter = _Counter()
+        _memory(bucket, Layout([bucket.words] * bucket.sentences), counter)
+        return counter.largest
+
+    def _tables(self, lengths: list[int], device: torch.device) -> Tables:
+        """Slot b is the caller's sentence b; the leaf row of a slot without a word has word -1."""
+        words = np.array(lengths, dtype=np.int64)
+        position = np.arange(self.bucket.words)[None, :]
+        first_word = (np.cumsum(words) - words)[:, None]
+        word_of_leaf = np.where(position < words[:, None], first_word + position, -1).ravel()
+        layout = self.layout
+        arrays = [layout.offset, layout.prefix, layout.lengths, words, np.arange(len(lengths)), word_of_leaf]
+        return Tables.from_arrays(arrays, device)
+
+    def run(self, root: Tensor, left: Tensor, right: Tensor, emissions: Tensor, lengths: Sequence[int]) -> Held:
+        """The chart of a batch, in the arena."""
+        padded = (*lengths, *[0] * (self.bucket.sentences - len(lengths)))
+        if padded not in self.known_tables:
+            if len(self.known_tables) >= MOST_TABLES:
+                self.known_tables.clear()
+            self.known_tables[padded] = self._tables(list(padded), emissions.device)
+        held = Held(self, self.known_tables[padded])
+        self.arena.hand_to(held)
+        self.tables.packed.copy_(held.tables.packed)
+        self.root.copy_(root)
+        if self.bucket.rules_at is None:
+            self.left.copy_(left)
+            self.right.copy_(right)
+        self.emissions[: emissions.shape[0]].copy_(emissions)
+        self.forward()
+        return held
+
+    def gradients(self, d_log_z: Tensor, wanted: Wanted) -> Gradients:
+        """Of the batch in the arena; they overwrite the working memory of the pass, not its results."""
+        if wanted not in self.backward:
+            arena, start, found = self.arena, self.gradient_start, list[Gradients]()
+            compute = partial(
+                gradients, self.chart.kept, self.weights, self.root, self.d_log_z, self.layout.words, self.layout,
+                self.tables, wanted, arena.allocate, arena.allocate,
+            )  # fmt: skip
+
+            def launch() -> None:
+                arena.used = start
+                found[:] = [compute()]
+
+            self.backward[wanted] = Replay(launch), found
+        replay, found = self.backward[wanted]
+        self.d_log_z[: d_log_z.shape[0]].copy_(d_log_z)
+        replay()
+        return found[0]
+
+
+class Replay:
+    """Some launches: plain the first time (a bucket met once is not worth capturing), then captured, then replayed."""
+
+    def __init__(self, launch: Callable[[], None]):
+        self.launch, self.met = launch, False
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if self.graph is None and (not self.met or not torch.cuda.is_available()):
+            self.met = True
+            self.launch()
+            return
+        if self.graph is None:
+            self.graph = _captured(self.launch)
+        self.graph.replay()
+
+
+def _captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """What the garbage collector frees during a capture (an older graph, say) would spoil it: so not then."""
+    graph = torch.cuda.CUDAGraph()
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            launch()
+    finally:
+        if collecting:
+            gc.enable()
+    return graph
+
+
+class Held:
+    """The chart of one batch between its forward and its backward."""
+
+    def __init__(self, graph: Graph, tables: Tables):
+        self.graph, self.tables = graph, tables
+        self.in_arena, self.used = True, False
+        self.copies: Kept | None = None
+
+    def results(self, sentences: int) -> tuple[Tensor, Tensor, Tensor]:
+        """log Z and trusted: copies, for the caller to keep. No posterior: its rows would be those of the graph."""
+        chart = self.graph.chart
+        return chart.log_z[:sentences].clone(), chart.trusted[:sentences].bool(), chart.posterior.new_empty(0)
+
+    def leave_arena(self) -> None:
+        """Another batch comes: copy what this one's backward still needs (after a backward: nothing)."""
+        if self.in_arena and not self.used:
+            self.copies = Kept(*(tensor.clone() for tensor in self.graph.chart.kept))
+        self.in_arena = False
+
+    def gradients(
+        self, root: Tensor, left: Tensor, right: Tensor, d_log_z: Tensor, words: int, wanted: Wanted
+    ) -> Gradients:
+        graph, bucket = self.graph, self.graph.bucket
+        if self.in_arena and bucket.n <= LARGEST_N_OF_GRADIENT_GRAPH:
+            self.used = True
+            found = graph.gradients(d_log_z, wanted)
+            if found.emissions is not None:
+                found = found._replace(emissions=found.emissions[:words])
+            return Gradients(*(None if tensor is None else tensor.clone() for tensor in found))
+        kept = graph.chart.kept if self.in_arena else self.copies
+        if kept is None:
+            raise RuntimeError(
+                "a second backward through flash_inside after another batch was computed: its chart is gone"
+            )
+        self.used = True
+
+        def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=d_log_z.device)
+
+        working = allocate
+        if self.in_arena:  # the working memory of the pass is free again
+            graph.arena.used, working = graph.gradient_start, graph.arena.allocate
+        return gradients(
+            kept, Weights(left, right, bucket.storage), root.float().contiguous(), d_log_z, words, graph.layout,
+            self.tables, wanted, allocate, working,
+        )  # fmt: skip
+
+
+class _Counter:
+    """Stands in for an arena to find out how large it has to be."""
+
+    def __init__(self) -> None:
+        self.used = self.largest = 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.used = _round_up(self.used + int(np.prod(shape)) * dtype.itemsize, Arena.ALIGNMENT)
+        self.largest = max(self.largest, self.used)
+        return torch.empty(0, dtype=dtype)
+
+
+def _memory(
+    bucket: Bucket, layout: Layout, arena: Arena | _Counter
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Chart, int]:
+    """Cut from the arena: root, d log Z, emissions, copy of the rules, chart; and where the gradients begin."""
+    n, p, storage = bucket.n, bucket.p, bucket.storage
+    root = arena.allocate((bucket.root_size,), torch.float32)
+    d_log_z = arena.allocate((bucket.sentences,), torch.float32)
+    root_type, rule_type, emission_type = bucket.types
+    emissions = arena.allocate((layout.words, p), emission_type)
+    joint = arena.allocate((2 * n, n + p), storage) if bucket.rules_at is None else None
+    ends: list[int] = []
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = arena.allocate(shape, dtype)
+        ends.append(arena.used)
+        return tensor
+
+    chart = Chart.allocate(layout, n, p, storage, allocate)
+    gradient_start = ends[RESULTS - 1]
+    if isinstance(arena, _Counter):
+        arena.used = gradient_start
+        if n <= LARGEST_N_OF_GRADIENT_GRAPH:
+            for _ in ("left", "right"):
+                arena.allocate((n, n + p), rule_type)
+            arena.allocate((layout.words, p), emission_type)
+            arena.allocate((bucket.root_size,), root_type)
+        for shape in ((layout.words, p), (layout.rows - layout.words, n), (layout.words, p)):
+            arena.allocate(shape, storage)
+    return root, d_log_z, emissions, joint, chart, gradient_start
+
+
+#: The first fields of a chart are its results.
+RESULTS = 8
+
+_arenas: dict[int, Arena] = {}
+_graphs: OrderedDict[Bucket, Graph] = OrderedDict()
+_allowed = True
+
+
+def allow(yes: bool) -> bool:
+    """Whether graphs may be used; returns what it was."""
+    global _allowed
+    before, _allowed = _allowed, yes
+    return before
+
+
+def clear() -> None:
+    """Give back the memory of all graphs."""
+    _graphs.clear()
+    _arenas.clear()
+
+
+def find(rules: Rules, emissions: Tensor, lengths: Sequence[int], precision: str, storage: torch.dtype) -> Graph | None:
+    """The graph for this batch, or None if it should be computed without one."""
+    if not _allowed or not emissions.is_cuda or torch.cuda.is_current_stream_capturing():
+        return None
+    bucket = bucket_of(rules, emissions, lengths, precision, storage)
+    if bucket is None:
+        return None
+    if bucket in _graphs:
+        _graphs.move_to_end(bucket)
+        return _graphs[bucket]
+    size = Graph.size(bucket)
+    arena = _arenas.get(bucket.device)
+    if arena is None or arena.memory.numel() < size:  # the graphs of a smaller arena are captured again when met
+        for other in [other for other in _graphs if other.device == bucket.device]:
+            del _graphs[other]
+        arena = None
+        _arenas.pop(bucket.device, None)
+        _arenas[bucket.device] = arena = Arena(size, emissions.device)
+    while len(_graphs) >= MOST_GRAPHS:
+        _graphs.popitem(last=False)
+    _graphs[bucket] = Graph(bucket, arena, rules.left, rules.right)
+    return _graphs[bucket]

@@ -1,0 +1,97 @@
+"""Triton kernels of the Viterbi algorithm: the product with max and +, and the best split."""
+
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_inside.packing import Layout
+from flash_inside.triton_chart import Launcher, Tables, row_block
+from flash_inside.triton_kernels import row_of
+
+
+@triton.jit(do_not_specialize=["rows"])
+def max_plus_kernel(
+    values,  # [rows, K]
+    weight,  # [K, A]
+    out,  # [rows, A]
+    rows,
+    k,
+    a,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """out[r, a] = max_k values[r, k] + weight[k, a]. Grid: (blocks of A, blocks of rows).
+
+    No tensor core computes this: a block of the result stays in registers, and each step adds one row of the weights
+    to one column of the values (neighbouring columns share a cache line).
+    """
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_rows, in_columns = row < rows, column < a
+    best = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
+    value, addend = values + row * k, weight + column  # moved along, so that no product of indices can overflow
+    for _ in range(0, k - STEPS + 1, STEPS):
+        for _ in tl.static_range(STEPS):
+            one = tl.load(value, mask=in_rows, other=float("-inf"))
+            other = tl.load(addend, mask=in_columns, other=float("-inf"))
+            best = tl.maximum(best, one[:, None] + other[None, :])
+            value += 1
+            addend += a
+    for _ in range(k // STEPS * STEPS, k):
+        one = tl.load(value, mask=in_rows, other=float("-inf"))
+        other = tl.load(addend, mask=in_columns, other=float("-inf"))
+        best = tl.maximum(best, one[:, None] + other[None, :])
+        value += 1
+        addend += a
+    tl.store(out + row[:, None] * a + column[None, :], best, mask=in_rows[:, None] & in_columns[None, :])
+
+
+def max_plus(values: Tensor, weight: Tensor, out: Tensor) -> None:
+    rows, k = values.shape
+    a = weight.shape[1]
+    block = 16 if rows <= 64 else 32
+    columns = min(128, max(16, triton.next_power_of_2(a)))
+    max_plus_kernel[(triton.cdiv(a, columns), triton.cdiv(rows, block))](
+        values, weight, out, rows, k, a, ROWS=block, COLUMNS=columns, STEPS=4
+    )
+
+
+@triton.jit(do_not_specialize=["width"])
+def split_maximum_kernel(children, beta, offset, prefix, lengths, width, words, n, BLOCK: tl.constexpr):
+    """beta_ij = max_k eta_ik + zeta_kj for every span of a width. Grid: (blocks of N, first words, sentences)."""
+    block, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if i + width > tl.load(lengths + b):
+        return
+    prefix_b = tl.load(prefix + b)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    in_row = columns < n
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    for left_width in range(1, width):
+        left = row_of(offset, prefix_b, b, left_width, i)
+        right = row_of(offset, prefix_b, b, width - left_width, i + left_width)
+        eta = tl.load(children + left * (2 * n) + columns, mask=in_row, other=float("-inf"))
+        zeta = tl.load(children + right * (2 * n) + n + columns, mask=in_row, other=float("-inf"))
+        best = tl.maximum(best, eta + zeta)
+    row = row_of(offset, prefix_b, b, width, i)
+    tl.store(beta + (row - words) * n + columns, best, mask=in_row)
+
+
+class SplitMaximum:
+    def __init__(self, children: Tensor, beta: Tensor, layout: Layout):
+        self.children, self.beta, self.layout = children, beta, layout
+        self.tables = Tables.of(layout, beta.device)
+        self.block = row_block(beta.shape[1])
+        self.launch = Launcher(split_maximum_kernel, 4, BLOCK=self.block)
+
+    def __call__(self, width: int) -> None:
+        layout, n = self.layout, self.beta.shape[1]
+        self.launch(
+            (triton.cdiv(n, self.block), layout.longest - width + 1, layout.alive[width]),
+            self.children, self.beta, self.tables.offset, self.tables.prefix, self.tables.lengths, width,
+            layout.words, n,
+        )  # fmt: skip

@@ -1,0 +1,267 @@
+"""The Triton kernels against log space: natively where there is a GPU, else in Triton's interpreter.
+
+The interpreter must be chosen before the kernels are imported, and would change every other test of the process: so
+without a GPU one test runs this file again in a process of its own, where TRITON_INTERPRET=1 is set.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flash_inside
+from flash_inside import Rules
+from flash_inside.packing import Layout
+from grammars import random_emissions, random_rules
+
+pytest.importorskip("triton")
+GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if GPU else "cpu"
+runs_kernels = pytest.mark.gpu if GPU else pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+
+
+if INTERPRETED:
+    # A kernel that calls another jit function makes the interpreter look through the whole language again at every
+    # call, though it is already set up for the kernel: a third of the time of these tests.
+    from triton.runtime.interpreter import InterpretedFunction
+
+    with_set_up = InterpretedFunction.__call__
+
+    def call(self, *arguments, **options):
+        ours = self.fn.__module__.startswith("flash_inside")
+        return self.rewrite()(*arguments, **options) if ours else with_set_up(self, *arguments, **options)
+
+    InterpretedFunction.__call__ = call
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
+def test_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """What is read before it is written is NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def cut_rows(monkeypatch):
+    """Small or large blocks in place of those tuned for a GPU."""
+    from flash_inside import triton_chart
+    from flash_inside.triton_chart import Blocks
+
+    def cut(columns: int, splits: int) -> None:
+        monkeypatch.setattr(triton_chart, "split_sum_blocks", lambda n: Blocks(columns, splits, 4))
+        monkeypatch.setattr(triton_chart, "outside_blocks", lambda n: Blocks(columns, splits, 4))
+
+    return cut
+
+
+def gradients(rules, emissions, lengths, weight, precision, backend, inside=flash_inside.inside):
+    inputs = [tensor.clone().requires_grad_() for tensor in (*rules, emissions)]
+    log_z = inside(Rules(*inputs[:3]), inputs[3], lengths, precision, backend)
+    possible = torch.where(log_z.isinf(), 0.0, log_z)
+    return log_z.detach().double(), torch.autograd.grad((possible * weight).sum(), inputs)
+
+
+def compare(n, p, lengths, *, precision="fp32", root="all", spread=1.0, seed=0, tolerance=(1e-6, 1e-5), inside=None):
+    """Log Z, and every gradient as expected counts, against fp64 log space on the same rounded tensors."""
+    rules_type = torch.bfloat16 if precision == "bf16" else torch.float32
+    rules = Rules(*(t.to(DEVICE) for t in random_rules(n, p, root=root, spread=spread, seed=seed, dtype=rules_type)))
+    emissions = random_emissions(sum(lengths), p, spread=spread, seed=seed, dtype=torch.float32).to(DEVICE)
+    weight = torch.linspace(0.5, 2.0, len(lengths)).to(DEVICE)
+    ours = gradients(rules, emissions, lengths, weight, precision, "triton", inside or flash_inside.inside)
+    wide = Rules(*(t.double() for t in rules))
+    truth = gradients(wide, emissions.double(), lengths, weight, "fp64", "reference")
+    allowed = tolerance[0] * torch.maximum(truth[0].abs(), torch.tensor(lengths, dtype=torch.float64, device=DEVICE))
+    assert torch.equal(ours[0].isinf(), truth[0].isinf())
+    possible = ~truth[0].isinf()
+    assert ((ours[0] - truth[0]).abs() <= allowed)[possible].all()
+    for probability, got, want in zip((*wide, torch.ones((), device=DEVICE)), ours[1], truth[1], strict=True):
+        assert got.isfinite().all()
+        assert ((got.double() - want) * probability).norm() <= tolerance[1] * (want * probability).norm() + 1e-12
+
+
+@runs_kernels
+@pytest.mark.parametrize("root", ["all", "nonterminals"])
+@pytest.mark.parametrize(
+    ("n", "p", "lengths"),
+    [(1, 1, [1]), (1, 3, [3, 1, 2]), (7, 5, [2, 9, 1, 3]), (32, 31, [3, 1, 4]), (100, 65, [2, 3])],
+    ids=str,
+)
+def test_every_output_and_gradient(n, p, lengths, root):
+    compare(n, p, lengths, root=root)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("n", "lengths"), [(7, [33, 2]), (32, [31, 1]), (1, [63]), (7, [65])], ids=lambda value: f"{value}"
+)
+def test_long_sentences(n, lengths, cut_rows):
+    cut_rows(32, 64)  # wide blocks: the interpreter's time is the number of its steps
+    compare(n, n + 2, lengths)
+
+
+@runs_kernels
+def test_rows_of_several_blocks(cut_rows):
+    cut_rows(16, 2)
+    compare(100, 33, [5, 1, 3])
+
+
+@runs_kernels
+@pytest.mark.parametrize("spread", [1.0, 10.0])
+def test_bf16_chart(spread, cut_rows, monkeypatch):
+    """A chart in bf16, which a grammar as small as this one does not get otherwise. The interpreter cuts bits off where
+    a GPU rounds, hence the tolerance."""
+    from flash_inside import triton_backend
+
+    monkeypatch.setattr(triton_backend, "LARGEST_FP32_CHART", 0)
+    cut_rows(32, 4)
+    compare(33, 40, [5, 1, 3], precision="bf16", spread=spread, tolerance=(1e-2, 5e-2))
+
+
+@runs_kernels
+def test_a_graphs_layout_serves_batches_that_do_not_fill_it():
+    """Fewer sentences than slots and fewer words than room: rows beyond the words must not count."""
+    from flash_inside import triton_backend, triton_graphs
+
+    graphs = {}
+
+    def through_graph(rules, emissions, lengths, precision, backend):
+        def find(rules, emissions, lengths, precision, storage):
+            types = rules.root.dtype, rules.left.dtype, emissions.dtype
+            bucket = triton_graphs.Bucket(0, 7, 5, rules.root.shape[0], precision, storage, types, sentences=4, words=6)
+            if bucket not in graphs:
+                arena = triton_graphs.Arena(triton_graphs.Graph.size(bucket), emissions.device)
+                graphs[bucket] = triton_graphs.Graph(bucket, arena, rules.left, rules.right)
+            return graphs[bucket]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton_graphs, "find", find)
+            return triton_backend.inside(rules, emissions, lengths, precision).log_z
+
+    compare(7, 5, [2, 5, 1], inside=through_graph)
+    compare(7, 5, [6, 3, 4, 6], inside=through_graph, seed=1)
+    assert len(graphs) == 1
+
+    # The root in fp64, as the trainer gives it.
+    fine = random_rules(7, 5)
+    mixed = [fine.root.to(DEVICE), *(t.float().to(DEVICE) for t in fine[1:])]
+    inputs = [tensor.requires_grad_() for tensor in mixed]
+    words = random_emissions(6, 5, dtype=torch.float32).to(DEVICE)
+    log_z = through_graph(Rules(*inputs), words, [4, 2], "fp32", "triton")
+    want = flash_inside.inside(Rules(*inputs), words, [4, 2], "fp32", "torch")
+    for got, truth in zip(
+        torch.autograd.grad(log_z.sum(), inputs), torch.autograd.grad(want.sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(got, truth, rtol=1e-4, atol=1e-6)
+    graphs.clear()
+
+    # A batch that waits for its backward while another one is computed keeps its chart.
+    rules = Rules(*(t.float().to(DEVICE).requires_grad_() for t in random_rules(7, 5)))
+    emissions = random_emissions(5, 5, dtype=torch.float32).to(DEVICE)
+    waiting = through_graph(rules, emissions, [5], "fp32", "triton")
+    other = through_graph(rules, emissions, [2, 3], "fp32", "triton")
+    other_gradient = torch.autograd.grad(other.sum(), rules.left)[0]
+    gradient = torch.autograd.grad(waiting.sum(), rules.left)[0]
+    for got, lengths in ((gradient, [5]), (other_gradient, [2, 3])):
+        want = torch.autograd.grad(flash_inside.inside(rules, emissions, lengths, "fp32", "torch").sum(), rules.left)[0]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@runs_kernels
+def test_span_marginals():
+    lengths = [4, 1, 6]
+    rules = Rules(*(t.float().to(DEVICE) for t in random_rules(7, 9)))
+    emissions = random_emissions(11, 9, dtype=torch.float32).to(DEVICE)
+    ours = flash_inside.span_marginals(rules, emissions, lengths, "fp32", "triton")
+    truth = flash_inside.span_marginals(rules, emissions, lengths, "fp64", "reference")
+    for got, want in zip(ours, truth, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
+
+
+@runs_kernels
+def test_impossible_sentences_have_minus_infinity_and_a_zero_gradient():
+    rules = Rules(*(t.float().to(DEVICE) for t in random_rules(4, 5, root="nonterminals")))
+    lengths = [3, 1, 4]  # a nonterminal never emits one word
+    emissions = random_emissions(8, 5, dtype=torch.float32).to(DEVICE)
+    emissions[5] = float("-inf")  # no preterminal emits this word of the last sentence
+    statistics = flash_inside.Statistics()
+    inputs = [tensor.clone().requires_grad_() for tensor in (*rules, emissions)]
+    log_z = flash_inside.inside(Rules(*inputs[:3]), inputs[3], lengths, "fp32", "triton", statistics)
+    assert log_z.isinf().tolist() == [False, True, True]
+    assert statistics.recomputed == 0  # impossible by structure: nothing to recompute
+    log_z.sum().backward()
+    assert all(tensor.grad.isfinite().all() for tensor in inputs)
+    assert not inputs[3].grad[3:].any()
+    tables = flash_inside.span_marginals(rules, emissions, lengths, "fp32", "triton")
+    assert [table.sum().item() for table in tables] == pytest.approx([5, 0, 0], abs=1e-5)
+
+
+@runs_kernels
+def test_what_leaves_the_range_is_recomputed():
+    """Logits of standard deviation 30: nothing wrong, nothing infinite, and some sentences are indeed recomputed."""
+    statistics = flash_inside.Statistics()
+    lengths = [5, 4, 6, 3]
+    for seed in range(4):
+        rules = Rules(*(t.float().to(DEVICE) for t in random_rules(16, 32, spread=30.0, seed=seed)))
+        emissions = random_emissions(sum(lengths), 32, spread=30.0, seed=seed, dtype=torch.float32).to(DEVICE)
+        ours = flash_inside.inside(rules, emissions, lengths, "fp32", "triton", statistics).double()
+        wide = Rules(*(t.double() for t in rules))
+        truth = flash_inside.inside(wide, emissions.double(), lengths, "fp64", "reference")
+        torch.testing.assert_close(ours, truth, rtol=1e-6, atol=1e-5)
+    assert 0 < statistics.recomputed < statistics.sentences
+
+
+@runs_kernels
+@pytest.mark.parametrize(("n", "lengths"), [(7, [5, 1, 8]), (33, [4])], ids=str)
+def test_viterbi(n, lengths):
+    rules = Rules(*(t.float().to(DEVICE) for t in random_rules(n, n + 4, spread=2.0)))
+    emissions = random_emissions(sum(lengths), n + 4, spread=2.0, dtype=torch.float32).to(DEVICE)
+    wide = Rules(*(t.double() for t in rules))
+    ours = flash_inside.viterbi(rules, emissions, lengths, "fp32", "triton")
+    truth = flash_inside.viterbi(wide, emissions.double(), lengths, "fp64", "reference")
+    for (our_score, our_tree), (score, tree) in zip(ours, truth, strict=True):
+        assert our_score == pytest.approx(score, rel=1e-6)
+        assert our_tree == tree
+
+
+@runs_kernels
+def test_two_backward_passes_are_bitwise_equal():
+    lengths = [7, 3, 5]
+    rules = Rules(*(t.float().to(DEVICE) for t in random_rules(16, 32)))
+    emissions = random_emissions(15, 32, dtype=torch.float32).to(DEVICE)
+    weight = torch.ones(3, device=DEVICE)
+    runs = [gradients(rules, emissions, lengths, weight, "fp32", "triton")[1] for _ in range(2)]
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter runs on a CPU")
+def test_the_backend_is_refused_where_it_cannot_run_and_never_chosen_there():
+    rules, emissions = random_rules(3, 4), random_emissions(3, 4)
+    with pytest.raises(ValueError, match="needs CUDA tensors, not cpu"):
+        flash_inside.inside(rules, emissions, [3], "fp32", "triton")
+    with pytest.raises(ValueError, match="fp32, tf32 or bf16, not fp64"):
+        flash_inside.inside(rules, emissions, [3], "fp64", "triton")
+    assert flash_inside.inside(rules, emissions, [3], "fp32", "auto").device.type == "cpu"
+
+
+def test_layouts_of_graphs_and_batches_agree():
+    """Equal lengths: the layout of a full graph is that of the batch."""
+    layout = Layout([4] * 3)
+    assert layout.alive == [0, 3, 3, 3, 3]
+    assert layout.rows == 30

@@ -1,0 +1,49 @@
+"""The benchmark runs where there is no GPU too, and refuses to time what is wrong."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+
+import flash_inside
+from flash_inside.benchmarks import baselines, inside
+from grammars import random_emissions, random_rules
+
+
+@pytest.mark.parametrize("baseline", [baselines.log_einsum_exp, baselines.log_sum_exp])
+def test_baselines_equal_the_reference_with_gradients(baseline):
+    rules = random_rules(5, 7, root="nonterminals", dtype=torch.float32)
+    inputs = [tensor.requires_grad_() for tensor in (*rules, random_emissions(12, 7, dtype=torch.float32))]
+    results = []
+    for function in (baseline, lambda *given: flash_inside.inside(*given, "fp32", "reference")):
+        log_z = function(flash_inside.Rules(*inputs[:3]), inputs[3], [6, 6])
+        results.append((log_z, *torch.autograd.grad(log_z.sum(), inputs)))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_one_csv_and_one_plot(tmp_path, capsys):
+    arguments = ["--grid", "8x5x2,12x4x3", "--methods", "torch,log-einsum-exp,log-sum-exp", "--seconds", "0"]
+    table, plot = tmp_path / "inside.csv", tmp_path / "inside.svg"
+    files = ["--csv", str(table), "--plot", str(plot), "--device", "cpu", "--precision", "fp32"]
+    assert inside.main(arguments + files) == 0
+    rows = list(csv.DictReader(table.open()))
+    assert len(rows) == 6
+    assert all(float(row["p20_ms"]) <= float(row["p50_ms"]) <= float(row["p80_ms"]) for row in rows)
+    assert all(float(row["error"]) < 1e-5 for row in rows)
+    assert plot.read_text().count("<rect") == 7
+    assert "12 x   4 x   3" in capsys.readouterr().out
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
+    monkeypatch.setattr(inside, "_error", lambda *_: 0.5)
+    assert inside.main(["--grid", "4x3x1", "--methods", "torch", "--device", "cpu"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_wrong_arguments_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        inside.main(["--methods", "magic"])
+    assert "unknown method magic" in capsys.readouterr().err
