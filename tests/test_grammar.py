@@ -246,5 +246,21 @@ def test_spectral_radius_is_the_largest_eigenvalue():
     assert analysis.spectral_radius(grammar) == pytest.approx(exact, rel=1e-6)
 
 
+def test_a_chain_of_symbols_is_no_trouble():
+    """A defective matrix, on which power iteration would still be at 1.03 after a thousand rounds."""
+    n = 64
+    children = torch.zeros(n, n + P, dtype=torch.float64)
+    children[:, n:] = 0.1 / P
+    children[range(n), range(n)] = 0.45
+    children[range(n - 1), range(1, n)] = 0.45
+    children[:, n:] += (1 - children.sum(1, keepdim=True)) / P
+    root = torch.full((n,), 1 / n, dtype=torch.float64)
+    grammar = Grammar(root, children, children, Emission(torch.ones(P, 1), torch.zeros(1, 1), torch.zeros(P)))
+    assert analysis.spectral_radius(grammar) == pytest.approx(0.9, abs=1e-2)
+    assert math.isfinite(analysis.expected_length(grammar))
+
+
 def test_summary_is_finite():
     assert all(math.isfinite(value) for value in analysis.summary(make_model()()).values())
+    no_nonterminal_children = grammar_with_stop(1.0)
+    assert all(math.isfinite(value) for value in analysis.summary(no_nonterminal_children).values())

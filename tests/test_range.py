@@ -114,6 +114,59 @@ def test_a_root_that_all_but_forbids_one_word_sentences(precision):
         assert ((got - want) * probability).norm() <= allowed * (want * probability).norm()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_a_row_that_underflows_as_a_whole_is_noticed(precision):
+    """Words 0 and 1 form a span of probability 1e-50 that the best tree needs; another, less likely tree survives.
+
+    No derivative tells: the lost row is in no split above it.
+    """
+    n, p = 5, 3
+    left, right, root = torch.zeros(n, n + p), torch.zeros(n, n + p), torch.zeros(n + p)
+    root[3] = 1.0
+    left[0, 5] = right[1, 6] = 1.0
+    left[2, 5] = right[2, 6] = 1e-25
+    left[3, 2] = right[3, 7] = right[4, 7] = 0.5
+    left[4, 6] = right[3, 4] = 1e-20
+    left[3, 5] = 1e-15
+    rules = Rules(root, left, right)
+    emissions = torch.full((3, p), -300.0).fill_diagonal_(0.0)
+    statistics = flash_inside.Statistics()
+    ours, _ = run(rules, emissions, [3], precision, "torch", statistics)
+    truth = flash_inside.inside(Rules(*(t.double() for t in rules)), emissions.double(), [3], "fp64", "reference")
+    torch.testing.assert_close(ours, truth, rtol=1e-6, atol=0)
+    assert statistics.recomputed == 1
+
+
+def test_fp64_on_fp32_tensors_has_finite_gradients():
+    for seed in range(10):
+        rules = random_rules(8, 16, spread=60.0, seed=seed, dtype=torch.float32)
+        emissions = random_emissions(12, 16, spread=60.0, seed=seed, dtype=torch.float32)
+        _, gradients = run(rules, emissions, [5, 7], "fp64", "torch")
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_process_wide_settings_change_nothing():
+    rules, emissions = random_rules(4, 5, dtype=torch.float32), random_emissions(6, 5, dtype=torch.float32)
+    plain = flash_inside.inside(rules, emissions, [6])
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    try:
+        settings.fp32_precision = "tf32"
+        assert torch.equal(flash_inside.inside(rules, emissions, [6]), plain)
+        assert settings.fp32_precision == "tf32"
+    finally:
+        settings.fp32_precision = before
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(flash_inside.inside(rules, emissions, [6]), plain)
+
+
+def test_the_lowest_finite_emission_is_no_nan():
+    rules, emissions = random_rules(4, 5, dtype=torch.float32), random_emissions(6, 5, dtype=torch.float32)
+    emissions[0, 0] = torch.finfo(torch.float32).min
+    for backend in ("torch", "reference"):
+        assert flash_inside.inside(rules, emissions, [6], "fp32", backend).isfinite().all()
+
+
 def test_impossible_through_zero_rules():
     """No rule leads anywhere but to preterminals, so three words have no tree: the truth is -inf, by recomputing."""
     n, p = 2, 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def metrics_without_times(run_folder: Path) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("steps", [1, 4, 7, 10])
+@pytest.mark.parametrize("steps", [1, 4, 5, 8, 10, 16, 17])  # evaluations after 3, 5, 8, 11, 14 and the last, 17
 def test_a_resumed_run_continues_bit_for_bit(tmp_path, monkeypatch, steps):
     whole = run(tmp_path, name="whole", **EVERYTHING_ON)
     with monkeypatch.context() as patch:
@@ -85,6 +86,43 @@ def test_resume_from_a_path_starts_a_run_of_its_own_and_leaves_the_other_alone(t
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_run_started_from_another_has_its_own_best(tmp_path):
+    first = run(tmp_path)
+    second = run(tmp_path, f"resume={first}", "training.epochs=3", "optimizer.learning_rate=5", name="second")
+    assert second != first
+    assert (second / "best").resolve().parent == (second / "checkpoints").resolve()
+
+
+def test_a_best_link_left_behind_by_a_kill_is_repaired(tmp_path):
+    folder = run(tmp_path)
+    newest = checkpoint.latest(folder)
+    assert (folder / "best").resolve() == newest.resolve()
+    checkpoint.point_best(folder, checkpoint.list_checkpoints(folder)[0])
+    run(tmp_path, "resume=auto")
+    assert (folder / "best").resolve() == newest.resolve()
+
+
+def test_resume_from_a_run_copied_without_links(tmp_path):
+    folder = run(tmp_path)
+    copy = tmp_path / "copied"
+    shutil.copytree(folder, copy)  # follows links: `best` is a folder now
+    again = run(tmp_path, f"resume={copy / 'best'}", "training.epochs=3")
+    assert (again / "FINISHED").exists()
+
+
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path, monkeypatch):
+    original = loop.Trainer.__init__
+
+    def slow_start(self, *arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        original(self, *arguments)
+
+    monkeypatch.setattr(loop.Trainer, "__init__", slow_start)
+    folder = run(tmp_path)
+    assert not (folder / "FINISHED").exists()
+    assert checkpoint.latest(folder) is None
+
+
 def test_a_new_run_never_overwrites_an_old_one(tmp_path):
     folders = [run(tmp_path, "training.max_steps=1") for _ in range(3)]
     assert [folder.name for folder in folders] == ["small", "small-2", "small-3"]
@@ -93,10 +131,10 @@ def test_a_new_run_never_overwrites_an_old_one(tmp_path):
 def test_two_trainings_cannot_share_a_folder(tmp_path, monkeypatch):
     original = loop.Trainer.run
 
-    def meanwhile(self, folder):
+    def meanwhile(self, folder, stop):
         with pytest.raises(loop.UserError, match="in use by another training"):
             loop.RunFolder(folder.path).claim()
-        original(self, folder)
+        original(self, folder, stop)
 
     monkeypatch.setattr(loop.Trainer, "run", meanwhile)
     assert run(tmp_path, "training.max_steps=1").exists()
@@ -218,6 +256,33 @@ def test_too_many_in_a_row_stop_the_run_and_leave_the_last_good_checkpoint(tmp_p
     state = checkpoint.verify(checkpoint.latest(folder))
     assert state["step"] == 8
     assert state["skipped"] == 0
+
+
+def test_checkpoints_are_not_replaced_while_updates_are_skipped(tmp_path, monkeypatch):
+    break_steps(monkeypatch, lambda call: call >= 10)
+    with pytest.raises(loop.TrainingStopped):
+        run(tmp_path, "checkpoint.every_steps=1", "optimizer.max_skipped_in_a_row=5", "training.epochs=4")
+    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "runs" / "small")]
+    assert names[-2:] == ["step-00000009", "step-00000010"]
+
+
+def test_a_run_that_diverges_at_once_says_so(tmp_path):
+    with pytest.raises(loop.TrainingStopped, match="updates in a row were not finite"):
+        run(
+            tmp_path, "model.parameterization=paper", "model.init=xavier_normal", "optimizer.learning_rate=1e15",
+            "training.epochs=9",
+        )  # fmt: skip
+
+
+def test_the_best_evaluation_has_the_fewest_impossible_sentences():
+    position = loop.Position(step=1)
+    assert position.take_evaluation(2.0, impossible=1)
+    assert not position.take_evaluation(1.0, impossible=3)
+    assert not position.take_evaluation(None, impossible=9)
+    assert position.evaluations_since_best == 2
+    position.step = 4
+    assert position.take_evaluation(5.0, impossible=0)
+    assert (position.best_step, position.evaluations_since_best) == (4, 0)
 
 
 # ---- evaluation, patience, checkpoints ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_inside import reference, scaled, trees
 from flash_inside.packing import Layout
-from flash_inside.rules import Rules, check_inputs, upcast
+from flash_inside.rules import Rules, check_inputs, connection, upcast
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 PRECISIONS = tuple(scaled.PRECISIONS)
@@ -54,7 +54,7 @@ def inside(
     if statistics is not None:
         statistics.sentences += len(lengths)
     if not lengths:  # a rank without data: no sentence, but still connected to the graph
-        return emissions.sum(1).to(_result_type(precision))
+        return (emissions.sum(1) + connection(rules, emissions)).to(_result_type(precision))
     if backend == "reference":
         return reference.inside(rules, emissions, lengths, _result_type(precision))
     if rules.per_sentence:

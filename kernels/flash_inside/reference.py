@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_inside.rules import Rules, upcast
+from flash_inside.rules import Rules, connection, upcast
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -26,8 +26,7 @@ def inside(rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dty
         for b, words in enumerate(emissions.split(lengths))
     ]
     # Every input stays connected, so that what no tree of the batch uses has a zero gradient and not none.
-    connection = sum(tensor.sum() for tensor in rules) + emissions.nan_to_num(neginf=0.0).sum()
-    return torch.stack(scores) + 0.0 * connection.to(dtype)
+    return torch.stack(scores) + connection(rules, emissions).to(dtype)
 
 
 def span_marginals(
@@ -35,9 +34,9 @@ def span_marginals(
 ) -> list[Tensor]:
     """Posterior of every span: the derivative of log Z by a score added to log beta of that span."""
     tables = []
-    with torch.enable_grad():
-        fixed = Rules(*(tensor.detach() for tensor in rules))
-        for b, words in enumerate(emissions.detach().split(lengths)):
+    with torch.inference_mode(False), torch.enable_grad():
+        fixed = Rules(*(tensor.detach().clone() for tensor in rules))
+        for b, words in enumerate(emissions.detach().clone().split(lengths)):
             span_scores = torch.zeros(lengths[b] + 1, lengths[b] + 1, dtype=dtype, device=words.device).requires_grad_()
             log_z = _inside_of_sentence(fixed.of_sentence(b), words, dtype, span_scores)
             if log_z == NEGATIVE_INFINITY:  # no tree, so no posterior: all zero

@@ -62,13 +62,15 @@ def inside(rules: Rules, emissions: Tensor, layout: Layout, precision: str) -> R
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """fp32 means fp32: TF32 products only where they were asked for, whatever the process-wide setting is."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    """fp32 means fp32: TF32 products only where they were asked for, whatever the process-wide settings are."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if precision == "tf32" else "ieee"
     try:
-        yield
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        settings.fp32_precision = before
 
 
 def product(a: Tensor, b: Tensor, compute: torch.dtype) -> Tensor:
@@ -171,6 +173,24 @@ def leaf_values(emissions: Tensor, leaf_word: Tensor, precision: Precision) -> t
     return (rows - scale).exp().to(precision.storage), scale.squeeze(1).double()
 
 
+def _lost_rows(chart: _Chart, emissions: Tensor) -> Tensor:
+    """[rows] rows of eta or zeta that are all zero in the chart although the grammar can derive something there.
+
+    Nothing above such a row has it in its splits, so no derivative tells of the loss. What can be derived is found by
+    the same recursion in yes and no.
+    """
+    layout, weights, compute = chart.layout, chart.weights, chart.precision.compute
+    children, leaves = ((matrix > 0).to(compute).T for matrix in (weights.children, weights.leaves))
+    yes = torch.empty_like(chart.eta_zeta, dtype=torch.bool)  # [rows, 2, N]
+    words_yes = emissions.index_select(0, chart.leaf_word) > float("-inf")
+    yes[: layout.words] = (words_yes.to(compute) @ leaves > 0).view(-1, 2, chart.n)
+    for width in range(2, layout.longest + 1):
+        for rows, left, right, _ in chart.splits(width):
+            beta_yes = (yes[:, 0][left] & yes[:, 1][right]).any(1)  # [r, N]
+            yes[rows] = (beta_yes.to(compute) @ children > 0).view(-1, 2, chart.n)
+    return (chart.child_scale.isinf() & yes.any(2)).any(1)
+
+
 class _Derivatives(NamedTuple):
     children: Tensor  # [rows, 2N] storage type: D_eta~ / mL | D_zeta~ / mR
     largest: Tensor  # [rows] the largest |D| of the row
@@ -217,7 +237,9 @@ def _derivatives(chart: _Chart, top_rows: Tensor, top_sums: Tensor) -> _Derivati
 def _finite(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """Counts over tiny probabilities may be too large for the type: as large as it can be (see `rules.upcast`)."""
     limit = torch.finfo(dtype).max / 64
-    return gradient.clamp(-limit, limit).to(dtype)
+    if torch.finfo(gradient.dtype).max > limit * 64:
+        gradient = gradient.clamp(-limit, limit)
+    return gradient.to(dtype)
 
 
 class _ScaledInside(torch.autograd.Function):
@@ -260,6 +282,10 @@ class _ScaledInside(torch.autograd.Function):
             possible[longer:] = False
         in_range = torch.isfinite(top_sums) & (largest <= LARGEST_TRUSTED_D[precision.compute])
         trusted = torch.where(top_sums > 0, in_range, ~possible)
+        if (
+            chart.child_scale.isinf().any(1) & (trusted & possible)[sentence]
+        ).any():  # only grammars with zeros come here
+            trusted = trusted.index_fill(0, sentence[_lost_rows(chart, emissions)], False)
         log_z = torch.where(top_sums > 0, log_z, float("-inf")).to(precision.compute)
 
         believed = (trusted & (top_sums > 0))[sentence]  # [rows]
@@ -310,9 +336,9 @@ class _ScaledInside(torch.autograd.Function):
         d_both = torch.cat((d_weights, d_leaf_weights), dim=1)  # [2N, N+P]
         return (
             _finite(d_root, root.dtype),
-            d_both[:n].to(left.dtype),
-            d_both[n:].to(right.dtype),
-            d_emissions.to(emissions.dtype),
+            _finite(d_both[:n], left.dtype),
+            _finite(d_both[n:], right.dtype),
+            _finite(d_emissions, emissions.dtype),
             None,
             None,
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from flash_inside import triton_gradient_kernels as gradient_kernels
 from flash_inside import triton_kernels as kernels
 from flash_inside.packing import Layout
+from flash_inside.scaled import matmul_precision
 
 #: A sentence with a larger |D| at a stored value is recomputed. What is lost below 1e-38 would matter from 1e38 on; and
 #: rule gradients, sums of D times values of up to 2^40, must not leave the range of fp32 either.
@@ -31,12 +32,13 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 def product_precision(precision: str) -> Iterator[None]:
     """fp32 means fp32, and bf16 products are summed in fp32, whatever the process-wide settings are."""
     settings = torch.backends.cuda.matmul
-    before = settings.allow_tf32, settings.allow_bf16_reduced_precision_reduction
-    settings.allow_tf32, settings.allow_bf16_reduced_precision_reduction = precision == "tf32", False
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = False
     try:
-        yield
+        with matmul_precision(precision):
+            yield
     finally:
-        settings.allow_tf32, settings.allow_bf16_reduced_precision_reduction = before
+        settings.allow_bf16_reduced_precision_reduction = before
 
 
 class Launcher:
@@ -282,7 +284,7 @@ class Chart:
         n, longest, sentences = self.beta.shape[1], layout.longest, len(layout.lengths)
         count = outside_blocks(n).count(n)
         gradient_kernels.posterior_kernel[(longest, sentences)](
-            self.beta, self.d_beta, self.largest, self.row_largest, self.posterior, self.largest_of_width,
+            self.beta, self.d_beta, self.largest, self.row_largest, self.scale, self.posterior, self.largest_of_width,
             *tables.position, layout.words, n, count, BLOCK=row_block(n), BLOCKS=triton.next_power_of_2(count),
         )  # fmt: skip
         gradient_kernels.verdict_kernel[(sentences,)](

@@ -19,6 +19,7 @@ def posterior_kernel(
     d_beta,
     largest,  # [rows, blocks] from outside_kernel
     row_largest,  # [rows] the divisor of beta~
+    scale,  # [rows]
     posterior,  # [rows] fp32
     largest_of_width,  # [widths, sentences] fp32
     offset,
@@ -45,6 +46,9 @@ def posterior_kernel(
         row = row_of(offset, prefix_b, b, width, i)
         probability = tl.full([], 0.0, tl.float32)
         if i + width <= length:
+            if width > 1:  # a row lost as a whole is in no split above it, so no derivative tells
+                lost = tl.load(scale + row) == float("-inf")
+                overall = tl.where(lost, float("inf"), overall)
             if (width == 1) | (width == length):
                 probability += 1.0
             else:

@@ -8,14 +8,19 @@ from torch import Tensor
 from lm_pcfg.grammar.boundary import Grammar
 
 
-def spectral_radius(grammar: Grammar, iterations: int = 1000, tolerance: float = 1e-10) -> float:
+def spectral_radius(
+    grammar: Grammar, iterations: int = 1000, tolerance: float = 1e-10, exact_up_to: int = 512
+) -> float:
     """Growth of a branching process: largest eigenvalue of M[A, B] = expected nonterminal children B of A.
 
     Below 1 (subcritical) every derivation ends and the probabilities of all strings sum to 1; above 1 (supercritical)
-    some derivations never end, and their mass is lost.
+    some derivations never end, and their mass is lost. Small grammars: all eigenvalues. Large ones: power iteration,
+    which converges fast for the positive matrices that softmaxes make.
     """
     n = grammar.rules.nonterminals
     left, right = grammar.left[:, :n].double(), grammar.right[:, :n].double()
+    if n <= exact_up_to:
+        return torch.linalg.eigvals((left + right).cpu()).abs().max().item()
     # M + 1 has the same eigenvectors and no other eigenvalue of the same size, so that the iteration converges.
     vector = torch.ones(n, dtype=torch.float64, device=left.device)
     radius = 0.0
@@ -59,17 +64,22 @@ def entropy(probabilities: Tensor) -> Tensor:
     return torch.special.entr(probabilities).sum(-1)
 
 
+def _effective_number(weights: Tensor) -> float:
+    """exp(entropy): so many equally frequent symbols would be as varied; 0 if there is no mass at all."""
+    total = weights.sum()
+    return entropy(weights / total).exp().item() if total > 0 else 0.0
+
+
 def summary(grammar: Grammar) -> dict[str, float]:
     """Figures that tell early whether symmetry breaks: mean entropies (nats) and effective numbers of symbols."""
     n = grammar.rules.nonterminals
     children = (grammar.left.mean(0) + grammar.right.mean(0)) / 2  # [N+P] as used by an average parent
-    preterminal_mass = children[n:].sum()
     return {
         "entropy/root": entropy(grammar.root).item(),
         "entropy/left": entropy(grammar.left).mean().item(),
         "entropy/right": entropy(grammar.right).mean().item(),
         "entropy/emission": grammar.emission.entropies().mean().item(),
-        "symbols/effective_nonterminals": entropy(children[:n] / (1 - preterminal_mass)).exp().item(),
-        "symbols/effective_preterminals": entropy(children[n:] / preterminal_mass).exp().item(),
+        "symbols/effective_nonterminals": _effective_number(children[:n]),
+        "symbols/effective_preterminals": _effective_number(children[n:]),
         "grammar/spectral_radius": spectral_radius(grammar, iterations=100, tolerance=1e-5),
     }

@@ -213,6 +213,14 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
     return [folder for _, folder in sorted(found)]
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint folder."""
+    match = _STEP_NAME.fullmatch(checkpoint.name)
+    if match is None:
+        raise CheckpointError(f"{checkpoint} is no checkpoint folder: its name should be step-N")
+    return int(match[1])
+
+
 def latest(run_folder: Path) -> Path | None:
     return next(reversed(list_checkpoints(run_folder)), None)
 
@@ -294,7 +302,7 @@ def resolve_checkpoint(path: Path | None = None, runs: Path = Path("runs")) -> t
         what = "is not a folder" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {what}: name a run or checkpoint folder with --checkpoint")
     if (path / STATE).exists() or _STEP_NAME.fullmatch(path.resolve().name):
-        return _run_folder_of(path.resolve()), path.resolve()
+        return run_folder_of(path.resolve()), path.resolve()
     checkpoint = best(path) or latest(path)
     if checkpoint is not None:
         return path.resolve(), checkpoint.resolve()
@@ -303,7 +311,9 @@ def resolve_checkpoint(path: Path | None = None, runs: Path = Path("runs")) -> t
     raise CheckpointError(f"{path} is neither a run nor a checkpoint folder: {ways_out}")
 
 
-def _run_folder_of(checkpoint: Path) -> Path:
+def run_folder_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint folder belongs to, resolved."""
+    checkpoint = checkpoint.resolve()
     if checkpoint.name == "best":  # a real folder, copied by a tool that follows links: it lies in the run itself
         return checkpoint.parent
     return checkpoint.parents[1]

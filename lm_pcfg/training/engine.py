@@ -22,7 +22,10 @@ class Engine:
         if settings.device == "cuda" and not torch.cuda.is_available():
             raise UserError("device: cuda was asked for, but PyTorch sees no GPU; use device=cpu or device=auto")
         prepare_cpu(settings.threads)
-        self.accelerator = Accelerator(cpu=settings.device == "cpu")
+        # Accumulation and precision are this loop's own, whatever a launcher's environment says.
+        self.accelerator = Accelerator(
+            cpu=settings.device == "cpu", gradient_accumulation_steps=1, mixed_precision="no"
+        )
         self.device = self.accelerator.device
         if settings.inside.backend == "triton" and self.device.type != "cuda":
             raise UserError("inside.backend: triton needs a GPU, and this process has none; use inside.backend=auto")

@@ -39,23 +39,25 @@ class TrainingStopped(UserError):
 
 def train(settings: Settings) -> Path:
     """Run the training that the settings describe; returns the run folder."""
-    engine = Engine(settings)
-    start = engine.from_main(choose_start(settings, warn) if engine.is_main else None)
-    assert start is not None
-    folder = RunFolder(start.folder)
-    if engine.is_main:
-        folder.claim()
-    vocabulary = folder.load_vocabulary(start.from_checkpoint) if start.from_checkpoint else None
-    trainer = Trainer(settings, engine, vocabulary)
-    if start.from_checkpoint is not None:
-        trainer.restore(start.from_checkpoint)
-    if engine.is_main:
-        folder.save_vocabulary(trainer.corpora.vocabulary)
-        folder.write_config(settings)
-        folder.mark_finished(False)
-        where = f", continued from step {trainer.position.step}" if start.from_checkpoint else ""
-        say(f"run {start.folder}{where}: {engine.describe()}")
-    trainer.run(folder)
+    with StopSignals() as stop:
+        engine = Engine(settings)
+        start = engine.from_main(choose_start(settings, warn) if engine.is_main else None)
+        assert start is not None
+        folder = RunFolder(start.folder)
+        if engine.is_main:
+            folder.claim()
+        vocabulary = folder.load_vocabulary(start.from_checkpoint) if start.from_checkpoint else None
+        trainer = Trainer(settings, engine, vocabulary)
+        if start.from_checkpoint is not None:
+            same_run = checkpoint.run_folder_of(start.from_checkpoint) == start.folder.resolve()
+            trainer.restore(start.from_checkpoint, same_run=same_run)
+            if same_run and engine.is_main:
+                trainer.repair_best(start.folder)
+        if engine.is_main:
+            folder.begin(settings, trainer.corpora.vocabulary)
+            where = f", continued from step {trainer.position.step}" if start.from_checkpoint else ""
+            say(f"run {start.folder}{where}: {engine.describe()}")
+        trainer.run(folder, stop)
     return start.folder
 
 
@@ -94,6 +96,7 @@ class Trainer:
         # `model` is what the engine wraps (gradients are averaged over ranks there); plain_model has the same weights.
         self.model, self.optimizer = engine.accelerator.prepare(model, self.optimizer)
         self.position = Position()
+        self._saved_step = 0
         self.total_steps = sum(self.stream.steps_per_epoch(epoch) for epoch in range(settings.training.epochs))
         if settings.training.max_steps is not None:
             self.total_steps = min(self.total_steps, settings.training.max_steps)
@@ -162,27 +165,24 @@ class Trainer:
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
-    def run(self, folder: RunFolder) -> None:
+    def run(self, folder: RunFolder, stop: StopSignals) -> None:
         self.folder = folder
         self.metrics = MetricsFile(folder.path / "metrics.jsonl", warn)
         self.tracker = self._start_tracking()
-        if self.engine.is_main:
-            self.metrics.truncate_after(self.position.step)
-            say(data.describe("train", self.corpora.train))
-            if self.corpora.valid is not None:
-                say(data.describe("valid", self.corpora.valid))
         status: Status = "FAILED"
         try:
-            with (
-                StopSignals() as stop,
-                progress("step", self.total_steps, done=self.position.step, show=self.engine.is_main) as bar,
-            ):
-                reason = self._loop(stop, bar)
-            status = "KILLED" if stop.received else "FINISHED"
             if self.engine.is_main:
-                folder.mark_finished(status == "FINISHED", reason)
-                again = "; the same command with resume=auto continues it" if stop.received else ""
-                say(f"{reason}{again}")
+                with folder.writing():
+                    self.metrics.truncate_after(self.position.step)
+                say(data.describe("train", self.corpora.train))
+                if self.corpora.valid is not None:
+                    say(data.describe("valid", self.corpora.valid))
+            with progress("step", self.total_steps, done=self.position.step, show=self.engine.is_main) as bar:
+                finished, reason = self._loop(stop, bar)
+            status = "FINISHED" if finished else "KILLED"
+            if self.engine.is_main:
+                folder.mark_finished(finished, reason)
+                say(reason if finished else f"{reason}; the same command with resume=auto continues it")
         except KeyboardInterrupt:
             status = "KILLED"
             raise
@@ -190,43 +190,49 @@ class Trainer:
             self.metrics.close()
             self.tracker.finish(status)
 
-    def _loop(self, stop: StopSignals, bar: Progress) -> str:
-        """Why it ended, in words."""
+    def _loop(self, stop: StopSignals, bar: Progress) -> tuple[bool, str]:
+        """Whether the run came to its own end, and why it ended, in words."""
         settings, position = self.settings, self.position
         self._last_log = time.perf_counter()
-        saved_step = position.step
+        if position.evaluation_pending:  # the run was stopped between a step and its evaluation
+            self._evaluate(bar)
+            self._save()
         while position.step < self.total_steps and not self._out_of_patience():
+            if self._stop_agreed(stop):
+                if position.evaluation_pending or position.step != self._saved_step:
+                    self._save()
+                return False, f"stopped by {stop.received or 'another process'} after step {position.step}"
             epoch, batch_of_epoch = self.stream.epoch, self.stream.state()["batch"]
-            finite = self.step(self.stream.next_step())
-            if not finite:
+            if not self.step(self.stream.next_step()):
                 bar.message(f"step {position.step}: loss or gradient is not finite, update skipped")
-                if position.skipped_in_a_row >= settings.optimizer.max_skipped_in_a_row:
-                    kept = checkpoint.latest(self.folder.path)
-                    raise TrainingStopped(
-                        f"{position.skipped_in_a_row} updates in a row were not finite, training stops; last good "
-                        f"checkpoint: {kept or 'none yet'}; try a lower learning rate or a longer warm-up"
-                    )
+                self._stop_if_hopeless()
+            position.evaluation_pending = self._evaluation_is_due(epoch, batch_of_epoch)
             detail = ""
-            if position.step % settings.training.log_every == 0 or position.step == self.total_steps:
+            if position.step % settings.training.log_every == 0 or position.evaluation_pending:
                 detail = self._log_window(epoch)
             bar.advance(1, detail)
-            stopping = self._stop_agreed(stop)
-            if self._evaluation_is_due(epoch, batch_of_epoch) and not stopping:
+            if position.evaluation_pending and not self._stop_agreed(stop):
                 self._evaluate(bar)
-                saved_step = self._save()
-            elif stopping or (settings.checkpoint.every_steps and position.step % settings.checkpoint.every_steps == 0):
-                saved_step = self._save()
-            if stopping:
-                return f"stopped by {stop.received or 'another process'} after step {position.step}"
-        if saved_step != position.step:
+                self._save()
+            elif settings.checkpoint.every_steps and position.step % settings.checkpoint.every_steps == 0:
+                self._save()
+        if position.step != self._saved_step:
             self._save()
-        best = (
-            f", best validation perplexity {math.exp(position.best_nll):.3f} at step {position.best_step}"
-            if (position.best_nll is not None)
-            else ""
-        )
+        best = ""
+        if position.best_nll is not None:
+            best = f", best validation perplexity {math.exp(position.best_nll):.3f} at step {position.best_step}"
+        if position.evaluation_pending:  # the stop came at the very last step
+            return False, f"stopped by {stop.received or 'another process'} before the last evaluation"
         why = "no improvement" if self._out_of_patience() else "finished"
-        return f"{why} after step {position.step}{best}"
+        return True, f"{why} after step {position.step}{best}"
+
+    def _stop_if_hopeless(self) -> None:
+        in_a_row = self.position.skipped_in_a_row
+        if in_a_row >= self.settings.optimizer.max_skipped_in_a_row:
+            raise TrainingStopped(
+                f"{in_a_row} updates in a row were not finite, training stops; last checkpoint before them: "
+                f"{checkpoint.latest(self.folder.path) or 'none'}; try a lower learning rate or a longer warm-up"
+            )
 
     def _stop_agreed(self, stop: StopSignals) -> bool:
         return self.engine.sums([float(stop.received is not None)])[0] > 0
@@ -268,12 +274,7 @@ class Trainer:
             )  # fmt: skip
             properties = analysis.summary(grammar)
         score = corpus_score(self.corpora.valid, log_p)
-        nll = score.nll / score.tokens if score.tokens else math.inf
-        position.evaluated_step = position.step
-        if position.best_nll is None or nll < position.best_nll:
-            position.best_nll, position.best_step, position.evaluations_since_best = nll, position.step, 0
-        else:
-            position.evaluations_since_best += 1
+        improved = position.take_evaluation(score.nll / score.tokens if score.tokens else None, score.impossible)
         seconds = time.perf_counter() - began
         self._record(
             {
@@ -287,12 +288,11 @@ class Trainer:
                 **properties,
             }
         )
-        mark = "  best so far" if position.evaluations_since_best == 0 else ""
-        bar.message(
-            f"step {position.step}: validation perplexity {score.perplexity:.3f} ({duration(seconds)}){mark}"
-            if self.engine.is_main
-            else ""
-        )
+        if self.engine.is_main:
+            impossible = f", {score.impossible} sentences with probability 0" if score.impossible else ""
+            mark = "  best so far" if improved else ""
+            what = f"validation perplexity {score.perplexity:.3f}{impossible}"
+            bar.message(f"step {position.step}: {what} ({duration(seconds)}){mark}")
         self._last_log = time.perf_counter()
 
     def _log_window(self, epoch: int) -> str:
@@ -345,9 +345,16 @@ class Trainer:
             remember_run_id=self.folder.remember_tracking_id,
         )
 
-    def _save(self) -> int:
-        """A checkpoint of this step; `best` follows the validation text."""
+    def _save(self) -> None:
+        """A checkpoint of this step; `best` follows the validation text.
+
+        None while updates are being skipped: what led there may have spoilt the weights, and the checkpoints before it
+        must not make room for theirs.
+        """
         position = self.position
+        if position.skipped_in_a_row:
+            return
+        self._saved_step = position.step
         position.ema_updates = self.average.updates if self.average else 0
         if self.engine.is_main:
             named = list(self.plain_model.named_parameters())
@@ -369,10 +376,9 @@ class Trainer:
             if position.best_step == position.step:
                 checkpoint.point_best(self.folder.path, saved)
             checkpoint.prune(self.folder.path, self.settings.checkpoint.keep_last)
-        return position.step
 
-    def restore(self, folder: Path) -> None:
-        """Continue bit for bit from a checkpoint."""
+    def restore(self, folder: Path, *, same_run: bool) -> None:
+        """Continue bit for bit from a checkpoint; a run that starts from another run's has no best of its own yet."""
         loaded = checkpoint.load(folder, device=self.engine.device, with_optimizer=True)
         state = loaded.state
         if state["vocabulary_hash"] != self.corpora.vocabulary.hash:
@@ -387,10 +393,19 @@ class Trainer:
             self._torch_optimizer(), list(self.plain_model.named_parameters()), loaded.optimizer
         )
         self.position = Position.of(state)
+        self._saved_step = self.position.step if same_run else 0
+        if not same_run:
+            self.position.forget_best()
         if self.average is not None:
             # A run that had no average so far starts one from its weights.
             self.average.load(loaded.ema or loaded.model, self.position.ema_updates)
         self.stream.restore(state["data"])
+
+    def repair_best(self, run_folder: Path) -> None:
+        """A kill between saving the best checkpoint and pointing to it leaves the link behind."""
+        for saved in checkpoint.list_checkpoints(run_folder):
+            if checkpoint.step_of(saved) == self.position.best_step:
+                checkpoint.point_best(run_folder, saved)
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it

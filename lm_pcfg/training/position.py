@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +26,32 @@ class Position:
 
     step: int = 0
     best_nll: float | None = None  # per token, of the validation text
+    best_impossible: int = 0  # sentences of it with probability 0, which are in no sum
     best_step: int | None = None
-    evaluated_step: int | None = None  # the last step with an evaluation
+    evaluation_pending: bool = False  # due after this step and not done yet
     evaluations_since_best: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
     ema_updates: int = 0
     window: Window = field(default_factory=Window)
+
+    def take_evaluation(self, nll: float | None, impossible: int) -> bool:
+        """Whether it is the best so far: first the fewest sentences of probability 0, then the lowest nll.
+
+        nll: per token; None if no sentence had a probability.
+        """
+        self.evaluation_pending = False
+        before = (self.best_impossible, self.best_nll) if self.best_nll is not None else (math.inf, math.inf)
+        improved = nll is not None and math.isfinite(nll) and (impossible, nll) < before
+        if improved:
+            self.best_nll, self.best_impossible, self.best_step = nll, impossible, self.step
+            self.evaluations_since_best = 0
+        else:
+            self.evaluations_since_best += 1
+        return improved
+
+    def forget_best(self) -> None:
+        self.best_nll, self.best_impossible, self.best_step, self.evaluations_since_best = None, 0, None, 0
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Position:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -35,7 +35,10 @@ def choose_start(settings: Settings, warn: Callable[[str], None]) -> Start:
         return Start(folder, checkpoint.find_resumable(folder, warn))
     if settings.resume is False:
         return Start(_unused(folder), None)
-    source_run, source = checkpoint.resolve_checkpoint(Path(str(settings.resume)), Path(settings.runs_folder))
+    given = Path(str(settings.resume))
+    if (newest := checkpoint.latest(given)) is not None:  # a run folder: where it stopped, not its best
+        given = newest
+    source_run, source = checkpoint.resolve_checkpoint(given, Path(settings.runs_folder))
     checkpoint.verify(source)
     newest = checkpoint.latest(source_run)
     if folder.resolve() == source_run and newest is not None and newest.resolve() == source:
@@ -67,18 +70,24 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error.strerror}; set runs_folder=...") from None
 
-    def write_config(self, settings: Settings) -> None:
-        (self.path / "config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"cannot write to {self.path}: {error.strerror or error}") from error
+
+    def begin(self, settings: Settings, vocabulary: Vocabulary) -> None:
+        """Write what a run is made of; it is not finished from now on."""
+        with self.writing():
+            vocabulary.save(self.path / "vocab")
+            (self.path / "config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
+            (self.path / "FINISHED").unlink(missing_ok=True)
 
     def load_vocabulary(self, from_checkpoint: Path) -> Vocabulary:
-        """Of the run that a checkpoint belongs to; copied if that is another run."""
-        source = from_checkpoint.resolve().parents[1] / "vocab"
-        if not (self.path / "vocab").exists() and source.parent != self.path.resolve():
-            shutil.copytree(source, self.path / "vocab")
+        """Of the run that a checkpoint belongs to."""
+        source = checkpoint.run_folder_of(from_checkpoint) / "vocab"
         return Vocabulary.load(source)
-
-    def save_vocabulary(self, vocabulary: Vocabulary) -> None:
-        vocabulary.save(self.path / "vocab")
 
     @property
     def tracking_id(self) -> str | None:
@@ -88,9 +97,7 @@ class RunFolder:
     def remember_tracking_id(self, run_id: str) -> None:
         (self.path / "mlflow_run_id").write_text(run_id + "\n")
 
-    def mark_finished(self, finished: bool, reason: str = "") -> None:
-        file = self.path / "FINISHED"
+    def mark_finished(self, finished: bool, reason: str) -> None:
         if finished:
-            file.write_text(reason + "\n")
-        else:
-            file.unlink(missing_ok=True)
+            with self.writing():
+                (self.path / "FINISHED").write_text(reason + "\n")
