@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,8 @@ def spectral_radius(
     """
     n = grammar.rules.nonterminals
     left, right = grammar.left[:, :n].double(), grammar.right[:, :n].double()
+    if not (left.isfinite().all() and right.isfinite().all()):  # LAPACK may crash on NaN
+        return math.nan
     if n <= exact_up_to:
         return torch.linalg.eigvals((left + right).cpu()).abs().max().item()
     # M + 1 has the same eigenvectors and no other eigenvalue of the same size, so that the iteration converges.
