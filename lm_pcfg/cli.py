@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +17,6 @@ from lm_pcfg.errors import UserError
 
 app = typer.Typer(
     help="Probabilistic context-free grammars as language models.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: it answers in a fraction of the time
@@ -24,6 +25,21 @@ app = typer.Typer(
 
 bench = typer.Typer(help="Measure.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as installed_version
+
+        print(f"lm_pcfg {installed_version('lm_pcfg')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
 
 Checkpoint = Annotated[
     Path | None,
@@ -84,6 +100,7 @@ def score(
         raise typer.BadParameter("--per-sentence and --json exclude each other: choose one")
     from dataclasses import replace
 
+    from lm_pcfg.corpus.text import display_name, read_words
     from lm_pcfg.inference.model import load_trained
     from lm_pcfg.inference.score import TextScore, score_lines
 
@@ -91,18 +108,21 @@ def score(
     if root == "nonterminals":
         trained = replace(trained, grammar=trained.grammar.with_root_over_nonterminals())
     result = TextScore()
-    with progress("lines scored", _count_lines(file)) as bar:
+    scored: list[bool] = []
+    # Values on a terminal are progress enough.
+    with progress("lines scored", _count_lines(file), show=not (per_sentence and sys.stdout.isatty())) as bar:
         values = score_lines(
             trained, file, result, max_length=max_length, precision=precision, batch_cost=batch_cost,
             warn=lambda message: bar.message(f"warning: {message}"), on_lines=lambda lines: bar.advance(lines),
         )  # fmt: skip
         for value in values:
+            scored.append(value is not None and math.isfinite(value))
             if per_sentence:
                 print("" if value is None else f"{value:.9g}")
     total = result.total
     if not total.lines:
         why = f"{result.skipped} skipped" if result.skipped else "it is empty" if not result.blank else "all blank"
-        raise UserError(f"{file}: no line could be scored ({why})")
+        raise UserError(f"{display_name(file)}: no line could be scored ({why})")
     report: dict[str, Any] = {
         "file": file,
         "checkpoint": str(trained.checkpoint),
@@ -118,13 +138,13 @@ def score(
         "recomputed": result.statistics.recomputed,
         "precision": precision,
     }
-    if file.startswith("embedded:"):
+    if file.startswith("embedded:"):  # its source is known: the best possible score of the lines that were scored
         from lm_pcfg.corpus import embedded
-        from lm_pcfg.corpus.text import read_words
 
-        report["best_possible_ppl"] = embedded.best_possible(words for words in read_words(file) if words).ppl
+        lines = [words for words, counts in zip(read_words(file), scored, strict=True) if counts]
+        report["best_possible_ppl"] = embedded.best_possible(lines).ppl
     if as_json:
-        print(json.dumps(report))
+        _print_json(report)
         return
     out = sys.stderr if per_sentence else sys.stdout
     _print_table(report, out)
@@ -144,8 +164,7 @@ def info(
 
     report = describe(load_trained(checkpoint, weights=weights, device=device))
     if as_json:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}
-        print(json.dumps(finite))
+        _print_json(report)
     else:
         _print_table(report)
 
@@ -160,13 +179,19 @@ def bench_inside(context: typer.Context) -> None:
     raise typer.Exit(inside.main(context.args))
 
 
-def _count_lines(file: str) -> int:
-    """For the progress bar alone; 0 where one cannot know."""
+def _count_lines(file: str) -> int | None:
+    """For the progress bar alone; None where one cannot know before reading."""
     path = Path(file)
     if not path.is_file():
-        return 0
+        return None
     with path.open("rb") as handle:
         return sum(block.count(b"\n") for block in iter(lambda: handle.read(1 << 20), b""))
+
+
+def _print_json(report: dict[str, Any]) -> None:
+    """JSON as the standard has it: null for what is not finite."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}
+    print(json.dumps(finite, allow_nan=False))
 
 
 def _print_table(report: dict[str, Any], out: Any = None) -> None:
@@ -179,16 +204,44 @@ def _print_table(report: dict[str, Any], out: Any = None) -> None:
         print(f"{name:<{width}}  {shown}", file=out or sys.stdout)
 
 
+# What Typer raises for wrong usage: a class of click, or of the copy of it that newer Typers carry.
+_WrongUsage: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
 def main() -> None:
     """Exit status 0 success, 1 a failure with one clear line, 2 wrong usage. No traceback for a user's mistake."""
     try:
-        app()
+        status = app(standalone_mode=False) or 0
+        sys.stdout.flush()
+    except _WrongUsage as error:
+        error.show()
+        status = error.exit_code
     except UserError as error:
-        say(f"lm_pcfg: error: {error}")
-        sys.exit(1)
-    except KeyboardInterrupt:
+        status = _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
         say("lm_pcfg: interrupted")
-        sys.exit(130)
-    except BrokenPipeError:  # `lm_pcfg score ... | head`
-        sys.stderr.close()
-        sys.exit(0)
+        status = 130
+    except (BrokenPipeError, SystemExit) as error:
+        # `lm_pcfg score ... | head`: whoever read has had enough. Typer turns that into an exit of its own.
+        closed = isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
+        status = 0 if closed else getattr(error, "code", 1)
+        if closed:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except MemoryError:
+        status = _fail("not enough memory; try fewer symbols, smaller batches or a lower maximum length")
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in ("out of memory", "allocate memory")):
+            raise
+        reason = str(error).splitlines()[0]
+        status = _fail(f"not enough memory; try fewer symbols, smaller batches or a lower maximum length ({reason})")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        status = _fail(f"cannot write: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write has nowhere to go
+    sys.exit(status)
+
+
+def _fail(message: str) -> int:
+    say(f"lm_pcfg: error: {message}")
+    return 1

@@ -47,7 +47,7 @@ class _Silent:
 class _Plain:
     """A line now and then, for log files."""
 
-    def __init__(self, title: str, total: int, done: int, seconds_between: float):
+    def __init__(self, title: str, total: int | None, done: int, seconds_between: float):
         self.title, self.total, self.done, self._between = title, total, done, seconds_between
         self._first_done, self._start = done, time.monotonic()
         self._last_line, self._detail = self._start, ""
@@ -62,10 +62,11 @@ class _Plain:
 
     def _line(self, passed: float) -> None:
         rate = (self.done - self._first_done) / passed if passed > 0 else 0.0
-        left = duration((self.total - self.done) / rate) if rate > 0 else "?"
-        say(
-            "  ".join(part for part in (f"{self.title} {self.done}/{self.total}", self._detail, f"{left} left") if part)
-        )
+        parts = [f"{self.title} {self.done}", self._detail]
+        if self.total is not None:
+            left = duration((self.total - self.done) / rate) if rate > 0 else "?"
+            parts = [f"{self.title} {self.done}/{self.total}", self._detail, f"{left} left"]
+        say("  ".join(part for part in parts if part))
 
     def message(self, text: str) -> None:
         say(text)
@@ -73,9 +74,9 @@ class _Plain:
 
 @contextmanager
 def progress(
-    title: str, total: int, *, done: int = 0, show: bool = True, seconds_between_lines: float = 10.0
+    title: str, total: int | None, *, done: int = 0, show: bool = True, seconds_between_lines: float = 10.0
 ) -> Iterator[Progress]:
-    """Progress of `total` units; show=False on all ranks but one."""
+    """Progress of `total` units, None if unknown; show=False on all ranks but one."""
     if not show:
         yield _Silent()
     elif not sys.stderr.isatty():
@@ -88,6 +89,7 @@ def progress(
         bars = Bars(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             TextColumn("{task.fields[detail]}"), console=Console(stderr=True),
+            redirect_stdout=False, redirect_stderr=False,  # results must reach standard output
         )  # fmt: skip
         task = bars.add_task(title, total=total, completed=done, detail="")
 

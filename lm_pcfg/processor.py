@@ -18,4 +18,6 @@ def prepare_cpu(threads: int | None = None) -> None:
     """
     torch.set_flush_denormal(True)  # threads started later inherit it
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_processes))
+    # The cores this process may use, where the system tells (Linux)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(threads or max(1, cores // local_processes))

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from pydantic import model_validator as check
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16"]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 _NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._+=-]*$"  # a folder, neither hidden nor like an option
 

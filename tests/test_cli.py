@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import math
@@ -92,7 +93,7 @@ def losses(run_folder: Path) -> list[float]:
 def test_accelerate_launch_gives_the_same_losses(tmp_path):
     config = str(write_config(tmp_path))
     script = str(REPOSITORY / "lm_pcfg" / "train.py")
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", script]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", script]
     for name, arguments in (("plain", {}), ("launched", {"launcher": launcher})):
         first = [] if arguments else ["train"]
         result = lm_pcfg(*first, "--config", config, f"name={name}", cwd=tmp_path, **arguments)
@@ -258,6 +259,53 @@ def test_the_papers_root_skips_one_word_lines(trained):
     over_all, paper = (score_json(trained, "-", "--root", root, text=text) for root in ("trained", "nonterminals"))
     assert (over_all["lines"], over_all["skipped"]) == (2, 0)
     assert (paper["lines"], paper["skipped"]) == (1, 1)
+
+
+def test_results_reach_standard_output_beside_a_progress_bar(trained):
+    """Standard error is a terminal, standard output a file: as in `lm_pcfg score FILE --per-sentence > out`."""
+    terminal, other_end = os.openpty()
+    command = [sys.executable, "-m", "lm_pcfg", "score", "valid.txt", "--per-sentence", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'kernels'}", "TERM": "xterm"}
+    with (trained / "out.txt").open("w") as out:
+        process = subprocess.Popen(command, cwd=trained, stdout=out, stderr=other_end, env=environment)
+        os.close(other_end)
+        with contextlib.suppress(OSError):  # the other end is closed
+            while os.read(terminal, 4096):
+                pass
+        assert process.wait(timeout=120) == 0
+    values = (trained / "out.txt").read_text().splitlines()
+    assert len(values) == 12
+    assert all(math.isfinite(float(value)) for value in values)
+
+
+def test_closed_pipes_full_disks_and_closed_input(trained):
+    python = f"{sys.executable} -m lm_pcfg"
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'kernels'}"}
+
+    def shell(line: str):
+        return subprocess.run(["bash", "-c", line], cwd=trained, capture_output=True, text=True, env=environment)
+
+    closed = shell(f"{python} score valid.txt --per-sentence --device cpu | head -1; echo ${{PIPESTATUS[0]}}")
+    assert closed.stdout.splitlines()[-1] == "0"
+    full = shell(f"{python} score valid.txt --json --device cpu > /dev/full")
+    assert (full.returncode, full.stderr.count("No space left on device")) == (1, 1)
+    assert "Traceback" not in full.stderr
+    no_input = shell(f"{python} score - --device cpu <&-")
+    assert (no_input.returncode, "standard input is closed" in no_input.stderr) == (1, True)
+
+
+def test_the_best_possible_score_is_that_of_the_lines_that_were_scored(trained):
+    report = score_json(trained, "embedded:test", "--max-length", "3")
+    assert report["skipped"] > 0
+    assert report["best_possible_ppl"] < report["ppl"]
+    assert "trees, not text" in one_line_error(score(trained, "embedded:test.trees"))
+
+
+def test_too_little_memory_is_one_line(tmp_path):
+    result = lm_pcfg(
+        "train", "--config", str(write_config(tmp_path)), "--dry-run", "model.nonterminals=2000000000", cwd=tmp_path
+    )
+    assert "not enough memory" in one_line_error(result)
 
 
 # ---- info -----------------------------------------------------------------------------------------------------------

@@ -69,5 +69,15 @@ def test_every_command_of_the_readme_runs(command, after_demo):
         assert result.stdout.strip()
 
 
+def test_the_python_of_the_readme_runs():
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 1
+    names: dict = {}
+    exec(blocks[0], names)
+    assert names["log_z"].shape == (2,)
+    assert len(names["trees"]) == 2
+
+
 def test_the_readme_shows_commands():
     assert len(commands()) >= 8

@@ -229,6 +229,11 @@ class BatchStream:
             batches.append(next(self) if self._epoch == epoch else make_batch(self.sentences, np.empty(0, np.int64)))
         return batches
 
+    def costliest_step(self, epoch: int) -> list[Batch]:
+        """The `accumulate` most expensive batches of an epoch, as one step; the position stays where it is."""
+        plan = sorted(self._plan_of(epoch), key=lambda indices: -int((self._lengths[indices] ** 2).sum()))
+        return [make_batch(self.sentences, indices) for indices in plan[: self.options.accumulate]]
+
     def batches_per_epoch(self, epoch: int) -> int:
         """Over all ranks."""
         max_length = self._max_length_for_epoch(epoch)

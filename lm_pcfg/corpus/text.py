@@ -45,6 +45,8 @@ def resolve_source(path_or_name: str | Path) -> Path | str:
     if name.startswith(EMBEDDED_PREFIX):
         from lm_pcfg.corpus import embedded  # generates files: only when asked for
 
+        if name.endswith(".trees"):
+            raise TextError(f"{name} are bracketed trees, not text; use {name.removesuffix('.trees')}")
         try:
             return embedded.resolve(name)
         except (ValueError, OSError) as error:
@@ -100,6 +102,8 @@ def read_lines(source: Path | str, *, name: str | None = None) -> Iterator[tuple
 
 def _open(source: Path | str, name: str) -> AbstractContextManager[BinaryIO]:
     if str(source) == STANDARD_INPUT:
+        if sys.stdin is None:
+            raise TextError("standard input is closed; give a file, or pipe text into the command")
         return nullcontext(sys.stdin.buffer)  # not ours to close
     try:
         return open(source, "rb")

@@ -31,16 +31,17 @@ class CorpusScore:
 
     @property
     def perplexity(self) -> float:
-        return _exp(self.nll / self.tokens) if self.tokens else math.nan
+        return perplexity(self.nll / self.tokens) if self.tokens else math.nan
 
     @property
     def words_perplexity(self) -> float:
         """The same likelihood spread over the words alone."""
-        return _exp(self.nll / self.words) if self.words else math.nan
+        return perplexity(self.nll / self.words) if self.words else math.nan
 
 
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+def perplexity(nll: float) -> float:
+    """Of a negative log-likelihood per token; inf where exp overflows."""
+    return math.exp(nll) if nll < 700 else math.inf
 
 
 def sentence_log_probabilities(

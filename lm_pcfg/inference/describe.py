@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from lm_pcfg.grammar import analysis
+from lm_pcfg.grammar.likelihood import perplexity
 from lm_pcfg.inference.model import TrainedGrammar
 
 
@@ -18,7 +18,7 @@ def describe(trained: TrainedGrammar) -> dict[str, Any]:
         "weights": trained.weights,
         "step": state["step"],
         "epoch": state["epoch"],
-        "best_validation_ppl": math.exp(best) if best is not None else None,
+        "best_validation_ppl": perplexity(best) if best is not None else None,
         "best_step": state.get("best_step"),
         "nonterminals": settings.model.nonterminals,
         "preterminals": settings.model.preterminals,

@@ -40,12 +40,18 @@ def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = 
     elif device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda was asked for, but PyTorch sees no GPU; use --device cpu")
     loaded = checkpoint.load(folder, with_optimizer=False)
+    if not (run_folder / "config.yaml").exists():
+        raise UserError(f"{folder} is not in a run folder: {run_folder} has no config.yaml; copy the whole run")
     settings = load_settings(run_folder / "config.yaml")
     vocabulary = Vocabulary.load(run_folder / "vocab")
     if loaded.state["vocabulary_hash"] != vocabulary.hash:
         raise UserError(f"{folder} was trained with another vocabulary than {run_folder / 'vocab'} holds")
     model = build_model(settings.model, len(vocabulary), settings.seed)
-    model.load_state_dict(loaded.weights(weights))
+    try:
+        model.load_state_dict(loaded.weights(weights))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{folder} does not fit {run_folder / 'config.yaml'}: {reason[:300]}") from None
     with torch.no_grad():
         grammar = model.to(device)(None)
     return TrainedGrammar(

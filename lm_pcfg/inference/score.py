@@ -89,7 +89,11 @@ def score_lines(
                 warnings.add("impossible", f"{name}, line {block[position][0]}: probability 0, skipped")
         result.unknown_words += _unknown_words(sentences.ids, sentences.offsets, log_p, trained.vocabulary.unknown_id)
         result.skipped += sum(value == -math.inf for value in values)
+        on_lines(len(block) - len(kept))  # the others were told of batch by batch
         yield from values
+    vocabulary = trained.vocabulary
+    if result.unknown_words and not vocabulary.training_unknown:
+        warn(f"{name}: {result.unknown_words:,} unknown words, but training saw none: their probability is arbitrary")
     warnings.summarise()
 
 

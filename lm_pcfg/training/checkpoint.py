@@ -284,12 +284,14 @@ def prune(run_folder: Path, keep_last: int, keep: Iterable[Path] = ()) -> None:
                 raise CheckpointError(f"cannot delete checkpoint {folder}: {_reason(error)}") from error
 
 
-def resolve_checkpoint(path: Path | None = None, runs: Path = Path("runs")) -> tuple[Path, Path]:
+def resolve_checkpoint(
+    path: Path | None = None, runs: Path = Path("runs"), named_by: str = "--checkpoint"
+) -> tuple[Path, Path]:
     """(run folder, checkpoint folder) to infer with: from a checkpoint, a run (its best, else its latest) or `best`.
 
-    None takes the run under `runs` whose newest checkpoint was written last.
+    None takes the run under `runs` whose newest checkpoint was written last. named_by: how the user gives the path.
     """
-    ways_out = "train one with `lm_pcfg train --config configs/tiny.yaml`, or name one with --checkpoint"
+    ways_out = f"train one with `lm_pcfg train --config configs/tiny.yaml`, or name one with {named_by}"
     if path is None:
         folders = [folder for folder in runs.iterdir() if folder.is_dir()] if runs.is_dir() else []
         if not folders:
@@ -300,7 +302,7 @@ def resolve_checkpoint(path: Path | None = None, runs: Path = Path("runs")) -> t
         path = max(newest, key=lambda run: newest[run])
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}: name a run or checkpoint folder with --checkpoint")
+        raise CheckpointError(f"{path} {what}: name a run or checkpoint folder with {named_by}")
     if (path / STATE).exists() or _STEP_NAME.fullmatch(path.resolve().name):
         return run_folder_of(path.resolve()), path.resolve()
     checkpoint = best(path) or latest(path)

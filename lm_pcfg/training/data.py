@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lm_pcfg.corpus.batches import BatchOptions, BatchStream
 from lm_pcfg.corpus.sentences import Limits, Sentences, load_sentences
 from lm_pcfg.corpus.text import read_words
-from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions
+from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyError, VocabularyOptions
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 
@@ -29,11 +29,15 @@ def load_corpora(settings: Settings, vocabulary: Vocabulary | None) -> Corpora:
     data = settings.data
     if vocabulary is None:
         options = VocabularyOptions(**data.vocabulary.model_dump(), end_of_sentence=settings.model.eos == "explicit")
-        vocabulary = Vocabulary.build(read_words(data.train), options)
+        try:
+            vocabulary = Vocabulary.build(read_words(data.train), options)
+        except VocabularyError as error:
+            raise UserError(f"{data.train}: {error}") from None
     fewest = fewest_symbols(settings)
     train = load_sentences(data.train, vocabulary, limits=Limits(data.max_length, fewest))
     if not len(train):
-        raise UserError(f"{data.train}: no sentence of {fewest} to {data.max_length} words; check data.max_length")
+        way_out = "check data.max_length" + (", or use model.root=all for one-word lines" if fewest > 1 else "")
+        raise UserError(f"{data.train}: no sentence of {fewest} to {data.max_length} words; {way_out}")
     valid = None
     if data.valid is not None:
         limits = Limits(settings.evaluation.max_length, fewest)

@@ -19,7 +19,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import analysis
 from lm_pcfg.grammar.boundary import backward_through
 from lm_pcfg.grammar.build import build_model
-from lm_pcfg.grammar.likelihood import corpus_score, sentence_log_probabilities
+from lm_pcfg.grammar.likelihood import corpus_score, perplexity, sentence_log_probabilities
 from lm_pcfg.grammar.state_dropout import draw_kept
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
@@ -62,9 +62,9 @@ def train(settings: Settings) -> Path:
 
 
 def dry_run(settings: Settings) -> dict[str, Any]:
-    """Build everything, make one step, write nothing to the run folder; what it took."""
+    """Build everything, make a step of the most expensive batches, write no run folder; what it took."""
     trainer = Trainer(settings, Engine(settings), None)
-    batches = trainer.stream.next_step()
+    batches = trainer.stream.costliest_step(settings.training.epochs - 1)  # what has to fit
     began = time.perf_counter()
     finite = trainer.step(batches)
     seconds = time.perf_counter() - began
@@ -75,8 +75,8 @@ def dry_run(settings: Settings) -> dict[str, Any]:
         "vocabulary": len(trainer.corpora.vocabulary),
         "steps_per_epoch": trainer.stream.steps_per_epoch(0),
         "total_steps": trainer.total_steps,
-        "sentences": window.sentences,
-        "words": window.words,
+        "sentences": sum(batch.n_sentences for batch in batches),
+        "words": sum(batch.n_words for batch in batches),
         "nll_per_sentence": window.nll / max(1.0, window.sentences) if finite else math.inf,
         "first_step_seconds": round(seconds, 3),
         "peak_memory": peak_memory(trainer.engine.device),
@@ -220,7 +220,7 @@ class Trainer:
             self._save()
         best = ""
         if position.best_nll is not None:
-            best = f", best validation perplexity {math.exp(position.best_nll):.3f} at step {position.best_step}"
+            best = f", best validation perplexity {perplexity(position.best_nll):.3f} at step {position.best_step}"
         if position.evaluation_pending:  # the stop came at the very last step
             return False, f"stopped by {stop.received or 'another process'} before the last evaluation"
         why = "no improvement" if self._out_of_patience() else "finished"
@@ -310,16 +310,16 @@ class Trainer:
         detail = "no finite update"
         if updates:
             tokens = window.words + window.sentences
-            perplexity = math.exp(min(700.0, window.nll / tokens))
+            train_perplexity = perplexity(window.nll / tokens)
             metrics |= {
                 "train/loss": window.nll / (tokens if self.settings.loss.normalise == "tokens" else window.sentences),
-                "train/ppl": perplexity,
+                "train/ppl": train_perplexity,
                 "train/gradient_norm": window.gradient_norm / updates,
                 "train/words_per_second": window.words / seconds,
                 "train/sentences_per_second": window.sentences / seconds,
             }
             detail = (
-                f"epoch {epoch + 1}  loss {metrics['train/loss']:.4f}  ppl {perplexity:.2f}  "
+                f"epoch {epoch + 1}  loss {metrics['train/loss']:.4f}  ppl {train_perplexity:.2f}  "
                 f"{metrics['train/words_per_second']:,.0f} words/s"
             )
         self._record(metrics)

@@ -38,7 +38,7 @@ def choose_start(settings: Settings, warn: Callable[[str], None]) -> Start:
     given = Path(str(settings.resume))
     if (newest := checkpoint.latest(given)) is not None:  # a run folder: where it stopped, not its best
         given = newest
-    source_run, source = checkpoint.resolve_checkpoint(given, Path(settings.runs_folder))
+    source_run, source = checkpoint.resolve_checkpoint(given, Path(settings.runs_folder), named_by="resume=PATH")
     checkpoint.verify(source)
     newest = checkpoint.latest(source_run)
     if folder.resolve() == source_run and newest is not None and newest.resolve() == source:
