@@ -31,6 +31,22 @@ def random_emissions(
     return (torch.randn(words, p, dtype=torch.float64, generator=generator) * spread - 3).to(dtype)
 
 
+def rules_that_lose_a_row(lost: float, inner: float, left_end: float, right_end: float) -> tuple[Rules, Tensor]:
+    """Three words, two trees. Words 0 and 1 as a span have probability lost^2, and the better tree needs them.
+
+    The other tree, inner x left_end x right_end, survives. If the span's row underflows as a whole, no derivative
+    tells: it is in no split above it.
+    """
+    n, p = 5, 3
+    left, right, root = torch.zeros(n, n + p), torch.zeros(n, n + p), torch.zeros(n + p)
+    root[3] = 1.0
+    left[0, 5] = right[1, 6] = 1.0
+    left[2, 5] = right[2, 6] = lost
+    left[3, 2] = right[3, 7] = right[4, 7] = 0.5
+    left[4, 6], left[3, 5], right[3, 4] = inner, left_end, right_end
+    return Rules(root, left, right), torch.full((3, p), -300.0).fill_diagonal_(0.0)
+
+
 Span = tuple[int, int]
 
 

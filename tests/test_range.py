@@ -7,7 +7,7 @@ import torch
 
 import flash_inside
 from flash_inside import Rules
-from grammars import random_emissions, random_rules
+from grammars import random_emissions, random_rules, rules_that_lose_a_row
 
 
 def run(rules, emissions, lengths, precision, backend, statistics=None):
@@ -116,20 +116,7 @@ def test_a_root_that_all_but_forbids_one_word_sentences(precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_a_row_that_underflows_as_a_whole_is_noticed(precision):
-    """Words 0 and 1 form a span of probability 1e-50 that the best tree needs; another, less likely tree survives.
-
-    No derivative tells: the lost row is in no split above it.
-    """
-    n, p = 5, 3
-    left, right, root = torch.zeros(n, n + p), torch.zeros(n, n + p), torch.zeros(n + p)
-    root[3] = 1.0
-    left[0, 5] = right[1, 6] = 1.0
-    left[2, 5] = right[2, 6] = 1e-25
-    left[3, 2] = right[3, 7] = right[4, 7] = 0.5
-    left[4, 6] = right[3, 4] = 1e-20
-    left[3, 5] = 1e-15
-    rules = Rules(root, left, right)
-    emissions = torch.full((3, p), -300.0).fill_diagonal_(0.0)
+    rules, emissions = rules_that_lose_a_row(1e-25, 1e-20, 1e-15, 1e-20)
     statistics = flash_inside.Statistics()
     ours, _ = run(rules, emissions, [3], precision, "torch", statistics)
     truth = flash_inside.inside(Rules(*(t.double() for t in rules)), emissions.double(), [3], "fp64", "reference")

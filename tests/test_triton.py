@@ -16,7 +16,7 @@ import torch
 import flash_inside
 from flash_inside import Rules
 from flash_inside.packing import Layout
-from grammars import random_emissions, random_rules
+from grammars import random_emissions, random_rules, rules_that_lose_a_row
 
 pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
@@ -225,6 +225,18 @@ def test_what_leaves_the_range_is_recomputed():
         truth = flash_inside.inside(wide, emissions.double(), lengths, "fp64", "reference")
         torch.testing.assert_close(ours, truth, rtol=1e-6, atol=1e-5)
     assert 0 < statistics.recomputed < statistics.sentences
+
+
+@runs_kernels
+def test_a_row_that_underflows_as_a_whole_is_noticed():
+    rules, emissions = rules_that_lose_a_row(1e-37, 1e-25, 1e-30, 1e-30)
+    rules, emissions = Rules(*(t.to(DEVICE) for t in rules)), emissions.to(DEVICE)
+    statistics = flash_inside.Statistics()
+    ours = flash_inside.inside(rules, emissions, [3], "fp32", "triton", statistics).double()
+    wide = Rules(*(t.double() for t in rules))
+    truth = flash_inside.inside(wide, emissions.double(), [3], "fp64", "reference")
+    torch.testing.assert_close(ours, truth, rtol=1e-6, atol=0)
+    assert statistics.recomputed == 1
 
 
 @runs_kernels

@@ -25,6 +25,11 @@ class Emission(NamedTuple):
     embeddings: Tensor  # [V, d] of the words
     log_normalizers: Tensor  # [P] log sum over the words of exp(feature . embedding)
 
+    @classmethod
+    def of(cls, features: Tensor, embeddings: Tensor) -> Emission:
+        """The one place that sees all words of all preterminals."""
+        return cls(features, embeddings, torch.logsumexp(features @ embeddings.T, dim=1))
+
     def log_probabilities(self, words: Tensor) -> Tensor:
         """words: [n] ids -> [n, P]. Each distinct word is computed once."""
         distinct, position = torch.unique(words, return_inverse=True)

@@ -87,11 +87,6 @@ class SimplePCFG(nn.Module):
         else:
             features = features + preterminals
             root_logits = (self.symbols[root_rows] @ self.start.T).squeeze(1)
-        log_normalizers = torch.logsumexp(features @ self.words.T, dim=1)  # [P]
-        # A copy of the word table: the micro-batches' gradients must reach it through this graph alone.
-        return Grammar(
-            root_logits.double().softmax(-1),
-            left,
-            right,
-            Emission(features, self.words.view_as(self.words), log_normalizers),
-        )
+        # A view of the word table: the micro-batches' gradients must reach it through this graph alone.
+        emission = Emission.of(features, self.words.view_as(self.words))
+        return Grammar(root_logits.double().softmax(-1), left, right, emission)

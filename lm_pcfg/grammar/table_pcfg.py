@@ -50,7 +50,4 @@ class TablePCFG(nn.Module):
             emission = emission[kept.preterminals]
         # As features . embeddings: one unit vector a preterminal, and the columns of the table.
         units = torch.eye(emission.shape[0], dtype=emission.dtype, device=emission.device)
-        normalizers = torch.logsumexp(emission, dim=1)
-        return Grammar(
-            root.double().softmax(0), left.softmax(1), right.softmax(1), Emission(units, emission.T, normalizers)
-        )
+        return Grammar(root.double().softmax(0), left.softmax(1), right.softmax(1), Emission.of(units, emission.T))
