@@ -184,7 +184,7 @@ def test_ranks_share_every_epoch(lengths: list[int], options: BatchOptions, worl
         empty = sum(batch.n_sentences == 0 for part in parts for batch in part)
         assert empty == -count % world_size
         assert len({json.dumps(stream.state()) for stream in streams}) == 1
-        assert all(stream.epoch == epoch + 1 and stream.at_epoch_start for stream in streams)
+        assert all(stream.epoch == epoch + 1 and stream.state()["batch"] == 0 for stream in streams)
 
 
 @settings(deadline=None)
@@ -201,7 +201,7 @@ def test_steps_do_not_cross_epochs(lengths: list[int], options: BatchOptions, wo
                 assert len(batches) == options.accumulate
                 lines += [line for batch in batches for line in batch.lines.tolist()]
         assert sorted(lines) == list(range(len(lengths)))
-        assert all(stream.at_epoch_start and stream.epoch == epoch + 1 for stream in streams)
+        assert all(stream.state()["batch"] == 0 and stream.epoch == epoch + 1 for stream in streams)
 
 
 @settings(deadline=None)

@@ -120,6 +120,7 @@ class TestDelivery:
         tracker.log(7, {"loss": 2.0})
         wait_until(lambda: recorder.run_ids and history(store, recorder.run_ids[0], "loss") == [(7, 2.0)])
         tracker.finish("FINISHED")
+        assert recorder.warnings == []
 
     def test_values_that_are_not_finite_or_not_numbers(self, store: Any) -> None:
         recorder = Recorder()
@@ -145,9 +146,10 @@ class TestDelivery:
         assert parameters["odd_name"] == "null"
 
     def test_no_tracker(self) -> None:
+        """It has what the loop calls of a Tracker, and does nothing."""
         tracker = NoTracker()
-        tracker.log(1, {"loss": 1.0})
-        tracker.finish("FINISHED")
+        assert tracker.log(1, {"loss": 1.0}) is None
+        assert tracker.finish("FINISHED") is None
 
 
 class TestResume:

@@ -202,11 +202,6 @@ class BatchStream:
         """Of the next batch, from 0."""
         return self._epoch
 
-    @property
-    def at_epoch_start(self) -> bool:
-        """Whether the next batch is the first of its epoch, as right after the last one of the epoch before."""
-        return self._position == 0
-
     def __iter__(self) -> Iterator[Batch]:
         return self
 

@@ -117,10 +117,6 @@ class Vocabulary:
             ids.append(self.end_id)
         return ids
 
-    def unknown_count(self, words: Sequence[str]) -> int:
-        """How many words become `<unk>`: unseen ones, and literal `<unk>`s, of which nobody knows what they were."""
-        return self.encode(words).count(self.unknown_id)
-
     @property
     def hash(self) -> str:
         """sha256 over options and words: two vocabularies with the same hash encode alike."""
