@@ -24,8 +24,8 @@ def commands() -> list[str]:
 
 def start(command: list[str], folder: Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    for name in ("MLFLOW_TRACKING_URI", "VENV", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"):
-        environment.pop(name, None)  # `make test` hands its own variables down
+    for name in ("MLFLOW_TRACKING_URI", "VENV", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"):
+        environment.pop(name, None)  # `make test` hands its own variables down, and prints folders when below another
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, env=environment)
     assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
     return result
