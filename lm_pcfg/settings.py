@@ -143,6 +143,16 @@ class InsideSection(Section):
     precision: Precision = setting("fp32", "precision of the inside algorithm in training")
 
 
+class NetworksSection(Section):
+    precision: Literal["fp32", "tf32", "bf16"] = setting(
+        "fp32", "precision of the networks' products in training; evaluation is always in fp32"
+    )
+
+
+class EmissionSection(Section):
+    shards: Count | Literal["auto"] = setting("auto", "processes that share the emission's normalisers; auto: all")
+
+
 class ScheduleSection(Section):
     kind: Literal["constant", "linear", "cosine"] = setting("constant", "how the learning rate falls")
     warmup_steps: int = setting(0, "steps in which the learning rate rises from 0", ge=0)
@@ -204,6 +214,8 @@ class Settings(Section):
     batch: BatchSection = setting(BatchSection, "how sentences are put together")
     model: ModelSection = setting(..., "the grammar")
     inside: InsideSection = setting(InsideSection, "the inside algorithm")
+    networks: NetworksSection = setting(NetworksSection, "the parameter networks")
+    emission: EmissionSection = setting(EmissionSection, "the emission matrix")
     optimizer: OptimizerSection = setting(OptimizerSection, "the optimizer")
     loss: LossSection = setting(LossSection, "the loss")
     training: TrainingSection = setting(TrainingSection, "how long to train")

@@ -64,6 +64,7 @@ def launches():
     from triton.runtime.jit import JITFunction
 
     from flash_inside import triton_backend, triton_kernels
+    from flash_inside.softmax import triton_rows
 
     if not isinstance(triton_kernels.row_of, JITFunction):
         pytest.skip("the kernels were imported in the interpreter")
@@ -83,6 +84,14 @@ def launches():
                 lengths = [8, 2]
                 result = triton_backend.inside(Rules(*inputs[:3]), inputs[3], lengths, precision, Layout(lengths))
                 torch.autograd.grad(result.log_z.sum(), inputs)
+        for columns in (1000, 12288):
+            for out in (torch.float32, torch.bfloat16):
+                logits, values = torch.empty(2, columns), torch.empty(2)
+                narrow = torch.empty(2, columns, dtype=out)
+                triton_rows.log_sum_exp(logits, values)
+                triton_rows.scaled_exp(logits, values, values, narrow)
+                triton_rows.softmax(logits, narrow)
+                triton_rows.softmax_gradient(narrow, logits, narrow)
         from flash_inside import trees
 
         for n in (512, 33):
@@ -98,7 +107,7 @@ def test_every_specialisation_compiles(launches, capability):
     from triton.compiler import ASTSource
 
     names = {kernel.fn.__name__ for kernel, _ in launches}
-    assert len(names) >= 13
+    assert len(names) >= 17
     for kernel, (signature, constants, divisible, warps) in launches:
         source = ASTSource(
             fn=kernel,

@@ -218,5 +218,10 @@ def _triton_installed() -> bool:
     return installed
 
 
+def rules_type(precision: str, nonterminals: int) -> torch.dtype | None:
+    """The narrowest type of left and right that loses nothing in this precision; None: any."""
+    return torch.bfloat16 if precision == "bf16" and nonterminals > scaled.LARGEST_FP32_CHART else None
+
+
 def _result_type(precision: str) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32

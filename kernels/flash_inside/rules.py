@@ -85,6 +85,11 @@ def connection(rules: Rules, emissions: Tensor) -> Tensor:
     return sum((0.0 * torch.where(value.isfinite(), value, 0.0).sum() for value in first), torch.zeros(()))
 
 
+def gradient_type(tensor: Tensor) -> torch.dtype:
+    """Of the gradient a tensor takes: a leaf may ask for a wider one than its own (`grad_dtype`)."""
+    return (tensor.grad_dtype or tensor.dtype) if tensor.is_leaf else tensor.dtype
+
+
 def upcast(tensor: Tensor) -> Tensor:
     """To fp64, with a backward that cannot overflow on the way back to a smaller type.
 

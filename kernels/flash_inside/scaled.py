@@ -25,13 +25,18 @@ import torch
 from torch import Tensor
 
 from flash_inside.packing import Layout
-from flash_inside.rules import Rules
+from flash_inside.rules import Rules, gradient_type
 
 LARGEST_BLOCK = 1 << 22  # elements of a temporary [rows, splits, N] (measured on a CPU: larger ones leave the cache)
 
 # A value lost below the smallest number of the format (1e-38 in fp32) matters to log Z only if D at its place is of the
 # order of its inverse. Beyond these the sentence must be recomputed. Ten decades of margin.
 LARGEST_TRUSTED_D = {torch.float32: 1e28, torch.float64: 1e298}
+
+
+#: Up to this many nonterminals "bf16" keeps the chart in fp32: the products cost nothing there, and with few symbols
+#: rounding errors of bf16 do not average out (two words, 16 symbols: 4 times the error allowed to bf16).
+LARGEST_FP32_CHART = 256
 
 
 class Precision(NamedTuple):
@@ -296,6 +301,7 @@ class _ScaledInside(torch.autograd.Function):
                 root, left, right, emissions, chart.beta, derivatives.children, top_rows, top_sums, trusted
             )
             ctx.layout, ctx.precision_name = layout, precision_name
+            ctx.gradient_types = [gradient_type(tensor) for tensor in (root, left, right, emissions)]
         results = layout.unsort(log_z), layout.unsort(trusted), posterior
         ctx.mark_non_differentiable(*results[1:])
         return results
@@ -334,11 +340,5 @@ class _ScaledInside(torch.autograd.Function):
         d_emissions = torch.empty_like(d_leaf_rows)
         d_emissions[leaf_word] = d_leaf_rows * leaves.to(compute)
         d_both = torch.cat((d_weights, d_leaf_weights), dim=1)  # [2N, N+P]
-        return (
-            _finite(d_root, root.dtype),
-            _finite(d_both[:n], left.dtype),
-            _finite(d_both[n:], right.dtype),
-            _finite(d_emissions, emissions.dtype),
-            None,
-            None,
-        )
+        gradients = (d_root, d_both[:n], d_both[n:], d_emissions)
+        return (*map(_finite, gradients, ctx.gradient_types), None, None)

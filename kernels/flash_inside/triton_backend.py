@@ -18,16 +18,12 @@ from torch import Tensor
 
 from flash_inside import triton_graphs
 from flash_inside.packing import Layout
-from flash_inside.rules import Rules
-from flash_inside.scaled import Result
+from flash_inside.rules import Rules, gradient_type
+from flash_inside.scaled import LARGEST_FP32_CHART, Result
 from flash_inside.triton_chart import Chart, Kept, Tables, Weights, product_precision
-from flash_inside.triton_gradients import Gradients, Wanted, gradients
+from flash_inside.triton_gradients import Wanted, gradients
 
 PRECISIONS = ("fp32", "tf32", "bf16")
-
-#: Up to this many nonterminals "bf16" keeps the chart in fp32: the products cost nothing there, and with few symbols
-#: rounding errors of bf16 do not average out (two words, 16 symbols: 4 times the error allowed to bf16).
-LARGEST_FP32_CHART = 256
 
 
 def inside(
@@ -60,7 +56,8 @@ class _TritonInside(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         n, p = left.shape[0], emissions.shape[1]
         storage, device = storage_type(precision, n), emissions.device
-        ctx.precision, ctx.emission_type, ctx.words = precision, emissions.dtype, emissions.shape[0]
+        ctx.precision, ctx.words = precision, emissions.shape[0]
+        ctx.gradient_types = [gradient_type(tensor) for tensor in (root, left, right, emissions)]
         ctx.held = None
         with product_precision(precision):
             graph = None
@@ -90,10 +87,11 @@ class _TritonInside(torch.autograd.Function):
     def backward(ctx: Any, d_log_z: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:
         root, left, right, *kept = ctx.saved_tensors
         needs = ctx.needs_input_grad
+        root_type, left_type, right_type, emission_type = ctx.gradient_types
         wanted = Wanted(
-            root.dtype if needs[0] else None,
-            left.dtype if needs[1] or needs[2] else None,
-            ctx.emission_type if needs[3] else None,
+            root_type if needs[0] else None,
+            left_type if needs[1] or needs[2] else None,
+            emission_type if needs[3] else None,
         )
         d_log_z = d_log_z.float().contiguous()
         with product_precision(ctx.precision):
@@ -107,14 +105,9 @@ class _TritonInside(torch.autograd.Function):
                     chart, weights, root.float().contiguous(), d_log_z, ctx.words, ctx.layout, ctx.tables, wanted,
                     allocate, allocate,
                 )  # fmt: skip
-        return (*_as_wanted(found, left, right), None, None, None)
-
-
-def _as_wanted(found: Gradients, left: Tensor, right: Tensor) -> Gradients:
-    """The rules may have two types; their gradients are computed in that of left."""
-    if found.right is not None and right.dtype != left.dtype:
-        return found._replace(right=found.right.to(right.dtype))
-    return found
+        if found.right is not None:  # the rules may have two types; their gradients are computed in that of left
+            found = found._replace(right=found.right.to(right_type))
+        return (*found, None, None, None)
 
 
 def _allocator(device: torch.device) -> Any:

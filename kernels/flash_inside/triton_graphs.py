@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flash_inside.packing import Layout
-from flash_inside.rules import Rules
+from flash_inside.rules import Rules, gradient_type
 from flash_inside.triton_chart import Chart, Kept, Tables, Weights
 from flash_inside.triton_gradients import Gradients, Wanted, gradients
 
@@ -48,7 +48,7 @@ class Bucket:
     root_size: int
     precision: str
     storage: torch.dtype
-    types: tuple[torch.dtype, torch.dtype, torch.dtype]  # of root, rules and emissions
+    types: tuple[torch.dtype, torch.dtype, torch.dtype]  # of the gradients of root and rules, of emissions
     sentences: int
     words: int  # of the longest sentence
     rules_at: tuple[int, int] | None = None  # where left and right lie, if the graph reads them there
@@ -79,7 +79,7 @@ def bucket_of(
             return None
         rules_at = rules.left.data_ptr(), rules.right.data_ptr()
     device, root_size = emissions.device.index or 0, rules.root.shape[0]
-    types = rules.root.dtype, rules.left.dtype, emissions.dtype
+    types = gradient_type(rules.root), gradient_type(rules.left), emissions.dtype
     return Bucket(device, n, rules.preterminals, root_size, precision, storage, types, slots, words, rules_at)
 
 

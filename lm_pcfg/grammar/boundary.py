@@ -6,13 +6,15 @@ there; one backward pass then takes those through the networks (`backward_throug
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import flash_inside
 from flash_inside import Rules, Statistics
+from flash_inside.softmax import log_normalizers
+from lm_pcfg.grammar.computation import EXACT, Computation
 
 
 class Emission(NamedTuple):
@@ -26,13 +28,24 @@ class Emission(NamedTuple):
     log_normalizers: Tensor  # [P] log sum over the words of exp(feature . embedding)
 
     @classmethod
-    def of(cls, features: Tensor, embeddings: Tensor) -> Emission:
-        """The one place that sees all words of all preterminals."""
-        return cls(features, embeddings, torch.logsumexp(features @ embeddings.T, dim=1))
+    def of(cls, features: Tensor, embeddings: Tensor, how: Computation = EXACT) -> Emission:
+        """The one place that sees all words of all preterminals, or of this process's part of them."""
+        shards, p = how.shards, len(features)
+        if shards is None:
+            return cls(features, embeddings, log_normalizers(features, embeddings, how.precision))
+        own = features[shards.part(p)]
+        shards.logits_computed += len(own) * len(embeddings)
+        gathered = shards.gather(log_normalizers(own, embeddings, how.precision), p)
+        return cls(features, embeddings, gathered)
 
     def log_probabilities(self, words: Tensor) -> Tensor:
-        """words: [n] ids -> [n, P]. Each distinct word is computed once."""
+        """words: [n] ids on any device -> [n, P] on that of the tables. Each distinct word is computed once.
+
+        Ids on the host are sorted there: the host need not wait for a GPU.
+        """
         distinct, position = torch.unique(words, return_inverse=True)
+        device = self.features.device
+        distinct, position = distinct.to(device, non_blocking=True), position.to(device, non_blocking=True)
         columns = self.embeddings[distinct] @ self.features.T - self.log_normalizers  # [distinct, P]
         return columns[position]
 
@@ -57,6 +70,8 @@ class Grammar(NamedTuple):
     left: Tensor
     right: Tensor
     emission: Emission
+    #: Where the gradients of left and right enter the graph, if not through themselves: see `child_probabilities`.
+    entrances: tuple[Tensor, Tensor] | None = None
 
     @property
     def rules(self) -> Rules:
@@ -75,17 +90,14 @@ class Grammar(NamedTuple):
         emissions = self.emission.log_probabilities(words)
         return flash_inside.inside(self.rules, emissions, lengths, precision, backend, statistics)
 
-    def tensors(self) -> list[Tensor]:
-        return [self.root, self.left, self.right, *self.emission]
-
-    @classmethod
-    def of_tensors(cls, tensors: list[Tensor]) -> Grammar:
-        root, left, right, *emission = tensors
-        return cls(root, left, right, Emission(*emission))
-
     def detached(self) -> Grammar:
-        """The same values as leaves of a new graph, on which micro-batches accumulate their gradients."""
-        return Grammar.of_tensors([tensor.detach().requires_grad_() for tensor in self.tensors()])
+        """The same values as leaves of a new graph, on which micro-batches accumulate their gradients, in fp32."""
+        leaves = [tensor.detach().requires_grad_() for tensor in (self.root, self.left, self.right, *self.emission)]
+        for leaf in leaves:
+            if leaf.dtype.itemsize < 4:
+                leaf.grad_dtype = torch.float32
+        root, left, right, *emission = leaves
+        return Grammar(root, left, right, Emission(*emission))
 
     def with_root_over_nonterminals(self) -> Grammar:
         """The paper's root: the mass of S -> preterminal is taken away and the rest renormalised."""
@@ -96,9 +108,29 @@ class Grammar(NamedTuple):
 def backward_through(grammar: Grammar, leaves: Grammar) -> Tensor:
     """A scalar whose backward pass takes the gradients gathered on `leaves` through the graph that made `grammar`.
 
-    It is sum(tensor * gradient): its derivative by each tensor is that tensor's gradient. Its value means nothing.
+    Its value means nothing.
     """
-    pairs = zip(grammar.tensors(), leaves.tensors(), strict=True)
+    entrances = grammar.entrances or (grammar.left, grammar.right)
+    tensors = [grammar.root, *entrances, *grammar.emission]
+    gathered = [leaves.root, leaves.left, leaves.right, *leaves.emission]
     # A tensor no micro-batch has touched (no data on this rank) still takes part, so that all ranks do the same work.
-    parts = [(tensor * (leaf.grad if leaf.grad is not None else 0.0)).sum() for tensor, leaf in pairs]
-    return torch.stack([part.double() for part in parts]).sum()
+    gradients = [
+        torch.zeros_like(tensor) if leaf.grad is None else leaf.grad
+        for tensor, leaf in zip(tensors, gathered, strict=True)
+    ]
+    return _Delivery.apply(gradients, *tensors)
+
+
+class _Delivery(torch.autograd.Function):
+    """sum(tensor * gradient) has these derivatives too, but would pass over the rules three times more."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return tensors[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        torch._assert_async(scale == 1.0)  # an engine that scales its loss would go unheard here
+        return None, *ctx.gradients

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flash_inside.softmax import child_probabilities, product_precision
 from lm_pcfg.grammar.boundary import Emission, Grammar
+from lm_pcfg.grammar.computation import EXACT, Computation
 from lm_pcfg.grammar.networks import ResidualLayer, initialise, residual_network
 from lm_pcfg.grammar.state_dropout import Kept
 
@@ -63,23 +65,28 @@ class SimplePCFG(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         initialise(self, init, {**tables, "words": word_deviation}, generator)
 
-    def forward(self, kept: Kept | None = None) -> Grammar:
+    def forward(self, kept: Kept | None = None, how: Computation = EXACT) -> Grammar:
         """Every tensor that micro-batches need (under ZeRO 3 a parameter outside of forward is empty).
 
         With `kept`, a grammar over those symbols only, renumbered in their order.
         """
+        with product_precision(how.precision):
+            return self._grammar(kept, how)
+
+    def _grammar(self, kept: Kept | None, how: Computation) -> Grammar:
         nonterminals, preterminals = self.symbols.split([self.nonterminals, self.preterminals])
         root_rows: Tensor | slice = slice(self.roots)
         if kept is not None:
+            kept = kept.to(self.symbols.device)
             nonterminals, preterminals = nonterminals[kept.nonterminals], preterminals[kept.preterminals]
             root_rows = kept.nonterminals
             if self.roots > self.nonterminals:
                 root_rows = torch.cat((kept.nonterminals, kept.preterminals + self.nonterminals))
         symbols = torch.cat((nonterminals, preterminals))  # [N+P, d]
 
-        parents = self.parent(nonterminals)  # [N, d]
-        left = (parents @ self.left_child(symbols).T).softmax(-1)  # [N, N+P]
-        right = (parents @ self.right_child(symbols).T).softmax(-1)
+        left, right, *entrances = child_probabilities(
+            self.parent(nonterminals), self.left_child(symbols), self.right_child(symbols), how.rules, how.precision
+        )  # [N, N+P] each
 
         features = self.emission_network(preterminals)  # [P, d]
         if self.parameterization == "paper":
@@ -88,5 +95,5 @@ class SimplePCFG(nn.Module):
             features = features + preterminals
             root_logits = (self.symbols[root_rows] @ self.start.T).squeeze(1)
         # A view of the word table: the micro-batches' gradients must reach it through this graph alone.
-        emission = Emission.of(features, self.words.view_as(self.words))
-        return Grammar(root_logits.double().softmax(-1), left, right, emission)
+        emission = Emission.of(features, self.words.view_as(self.words), how)
+        return Grammar(root_logits.double().softmax(-1), left, right, emission, (entrances[0], entrances[1]))

@@ -15,6 +15,9 @@ class Kept(NamedTuple):
     nonterminals: Tensor  # [kept N] of 0..N-1
     preterminals: Tensor  # [kept P] of 0..P-1
 
+    def to(self, device: torch.device) -> Kept:
+        return Kept(*(numbers.to(device, non_blocking=True) for numbers in self))
+
 
 def draw_kept(nonterminals: int, preterminals: int, rate: float, *, seed: int, step: int) -> Kept | None:
     """The subset of a step: a function of (seed, step) alone, so it is the same on every rank. None = all symbols."""

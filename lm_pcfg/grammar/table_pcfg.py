@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lm_pcfg.grammar.boundary import Emission, Grammar
+from lm_pcfg.grammar.computation import EXACT, Computation
 from lm_pcfg.grammar.state_dropout import Kept
 
 
@@ -39,15 +40,16 @@ class TablePCFG(nn.Module):
         self.right = table(symbol_deviation, nonterminals, symbols)
         self.emission = table(word_deviation, preterminals, words)
 
-    def forward(self, kept: Kept | None = None) -> Grammar:
-        """With `kept`, a grammar over those symbols only, renumbered in their order."""
+    def forward(self, kept: Kept | None = None, how: Computation = EXACT) -> Grammar:
+        """With `kept`, a grammar over those symbols only, renumbered in their order. Rules are of the tables' type."""
         tables: list[Tensor] = [self.root, self.left, self.right, self.emission]
         root, left, right, emission = tables
         if kept is not None:
+            kept = kept.to(emission.device)
             columns = torch.cat((kept.nonterminals, kept.preterminals + self.nonterminals))
             root = root[columns if len(root) > self.nonterminals else kept.nonterminals]
             left, right = (side[kept.nonterminals][:, columns] for side in (left, right))
             emission = emission[kept.preterminals]
         # As features . embeddings: one unit vector a preterminal, and the columns of the table.
         units = torch.eye(emission.shape[0], dtype=emission.dtype, device=emission.device)
-        return Grammar(root.double().softmax(0), left.softmax(1), right.softmax(1), Emission.of(units, emission.T))
+        return Grammar(root.double().softmax(0), left.softmax(1), right.softmax(1), Emission.of(units, emission.T, how))

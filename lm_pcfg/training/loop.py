@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flash_inside import Statistics
+from flash_inside.softmax import product_precision
 from lm_pcfg.console import Progress, duration, progress, say, warn
 from lm_pcfg.corpus.batches import Batch
 from lm_pcfg.corpus.vocabulary import Vocabulary
@@ -24,6 +25,7 @@ from lm_pcfg.grammar.state_dropout import draw_kept
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.training import checkpoint, data
+from lm_pcfg.training.computation import training_computation
 from lm_pcfg.training.engine import Engine, peak_memory
 from lm_pcfg.training.metrics_file import MetricsFile
 from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor, make_optimizer, state_dropout_rate
@@ -94,6 +96,7 @@ class Trainer:
         self.plain_model = model
         self.average = MovingAverage(model, settings.ema.decay) if settings.ema.decay else None
         # `model` is what the engine wraps (gradients are averaged over ranks there); plain_model has the same weights.
+        self.computation = training_computation(settings, engine.rank, engine.world_size)
         self.model, self.optimizer = engine.accelerator.prepare(model, self.optimizer)
         self.position = Position()
         self._saved_step = 0
@@ -117,20 +120,21 @@ class Trainer:
         model = settings.model
         dropout = state_dropout_rate(model, position.step, self.total_steps)
         kept = draw_kept(model.nonterminals, model.preterminals, dropout, seed=settings.seed, step=position.step)
-        grammar = self.model(kept)
-        leaves = grammar.detached()
         nll = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         statistics = Statistics()
-        for batch in batches:
-            if batch.n_sentences:
-                log_z = leaves.log_likelihood(
-                    torch.from_numpy(batch.words).to(self.engine.device), batch.lengths,
-                    precision=settings.inside.precision, backend=settings.inside.backend, statistics=statistics,
-                )  # fmt: skip
-                # The engine averages over ranks, so that the gradient is that of (sum over all ranks) / global count.
-                (-log_z.sum() * (self.engine.world_size / count)).backward()
-                nll -= log_z.detach().double().sum()
-        self.engine.accelerator.backward(backward_through(grammar, leaves))
+        with product_precision(self.computation.precision):
+            grammar = self.model(kept, self.computation)
+            leaves = grammar.detached()
+            for batch in batches:
+                if batch.n_sentences:
+                    log_z = leaves.log_likelihood(
+                        torch.from_numpy(batch.words), batch.lengths, precision=settings.inside.precision,
+                        backend=settings.inside.backend, statistics=statistics,
+                    )  # fmt: skip
+                    # The engine averages over ranks: the gradient is that of (sum over all ranks) / global count.
+                    (-log_z.sum() * (self.engine.world_size / count)).backward()
+                    nll -= log_z.detach().double().sum()
+            self.engine.accelerator.backward(backward_through(grammar, leaves))
         clip = settings.optimizer.clip
         norm = self.engine.accelerator.clip_grad_norm_(self.parameters, clip if clip is not None else math.inf)
         total_nll, recomputed = self.engine.sums([nll.item(), float(statistics.recomputed)])

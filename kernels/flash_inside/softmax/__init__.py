@@ -1,0 +1,11 @@
+"""Softmaxes of products of two tables, where the matrix of logits is too large to keep.
+
+log_normalizers       [P] of states over words: the P x V matrix is made block by block, and again in the backward
+child_probabilities   [N, N+P] twice: logits block by block, probabilities written once in the type of the rules
+"""
+
+from flash_inside.softmax.children import child_probabilities
+from flash_inside.softmax.normalizers import log_normalizers
+from flash_inside.softmax.products import product_precision
+
+__all__ = ["child_probabilities", "log_normalizers", "product_precision"]

@@ -1,0 +1,56 @@
+"""Log-normalisers of a softmax over words, without the matrix of states x words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_inside.softmax import rows
+from flash_inside.softmax.products import LARGEST_BLOCK, blocks, multiply, operand, product_precision
+
+
+def log_normalizers(
+    features: Tensor, embeddings: Tensor, precision: str = "fp32", largest_block: int = LARGEST_BLOCK
+) -> Tensor:
+    """log sum_v exp(features_p . embeddings_v): [P, d], [V, d] -> [P], differentiable once.
+
+    precision      of the products of fp32 tables: "fp32" | "tf32" | "bf16"; fp64 tables are computed in fp64
+    largest_block  logits that exist at a time
+
+    Arithmetic: 2PVd forward; 6PVd backward, of which 2PVd are the same logits again.
+    """
+    return _LogNormalizers.apply(features, embeddings, precision, largest_block)
+
+
+class _LogNormalizers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, embeddings: Tensor, precision: str, largest_block: int) -> Tensor:
+        ctx.precision, ctx.largest_block = precision, largest_block
+        wide = features.dtype
+        a, b = operand(features, precision), operand(embeddings, precision)
+        result = torch.empty(len(a), dtype=wide, device=a.device)
+        with product_precision(precision):
+            for block in blocks(len(a), len(b), largest_block):
+                rows.log_sum_exp(multiply(a[block], b.T, wide), result[block])
+        ctx.save_for_backward(features, embeddings, result)
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        features, embeddings, normalizers = ctx.saved_tensors
+        wide, precision = features.dtype, ctx.precision
+        a, b = operand(features, precision), operand(embeddings, precision)
+        gradient = gradient.contiguous()
+        d_features, d_embeddings = torch.empty_like(features), torch.zeros_like(embeddings)
+        with product_precision(precision):
+            for block in blocks(len(a), len(b), ctx.largest_block):
+                logits = multiply(a[block], b.T, wide)
+                d_logits = logits if a.dtype == wide else torch.empty_like(logits, dtype=a.dtype)
+                rows.scaled_exp(logits, normalizers[block], gradient[block], out=d_logits)
+                del logits
+                d_features[block] = multiply(d_logits, b, wide)
+                d_embeddings += multiply(d_logits.T, a[block], wide)
+        return d_features, d_embeddings, None, None

@@ -1,0 +1,64 @@
+"""The passes over rows of logits or probabilities: one Triton kernel each on a GPU, PyTorch elsewhere.
+
+All are exact in the type of their input except for rounding; what they write may be narrower.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+
+def _in_triton(tensor: Tensor) -> bool:
+    """fp64 has no kernel: it is for checking."""
+    if tensor.dtype == torch.float64:
+        return False
+    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def log_sum_exp(logits: Tensor, out: Tensor) -> None:
+    """[R, C] -> [R]."""
+    if _in_triton(logits):
+        from flash_inside.softmax import triton_rows
+
+        triton_rows.log_sum_exp(logits, out)
+    else:
+        torch.logsumexp(logits, dim=1, out=out)
+
+
+def scaled_exp(logits: Tensor, log_divisor: Tensor, factor: Tensor, out: Tensor) -> None:
+    """exp(logits - log_divisor) * factor: [R, C], [R], [R] -> [R, C]. `out` may be the logits themselves."""
+    if _in_triton(logits):
+        from flash_inside.softmax import triton_rows
+
+        triton_rows.scaled_exp(logits, log_divisor, factor, out)
+    else:
+        out.copy_((logits - log_divisor[:, None]).exp_().mul_(factor[:, None]))
+
+
+def softmax(logits: Tensor, out: Tensor) -> None:
+    """[R, C] -> [R, C] in the type of `out`."""
+    if _in_triton(logits):
+        from flash_inside.softmax import triton_rows
+
+        triton_rows.softmax(logits, out)
+    else:
+        out.copy_(torch.softmax(logits, dim=1))
+
+
+def softmax_gradient(probabilities: Tensor, gradient: Tensor, out: Tensor) -> None:
+    """p * (g - sum(p * g) / sum(p)): the gradient by the logits, in the type of `out`.
+
+    The sum of rounded probabilities is not 1. Without the division a gradient that is the same for all entries of a
+    row, which means nothing to a softmax, would come through times that error.
+    """
+    if _in_triton(gradient):
+        from flash_inside.softmax import triton_rows
+
+        triton_rows.softmax_gradient(probabilities, gradient, out)
+    else:
+        wide = probabilities.to(gradient.dtype)
+        mean = (wide * gradient).sum(1, keepdim=True) / wide.sum(1, keepdim=True)
+        out.copy_((gradient - mean).mul_(wide))

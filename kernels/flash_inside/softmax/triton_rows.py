@@ -1,0 +1,108 @@
+"""Triton kernels for rows.py. One program a row; a row is read in blocks, the second time out of the cache."""
+
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def online(row, columns, c, BLOCK: tl.constexpr):
+    """Largest value and sum of exp(value - largest) of a row."""
+    largest = float("-inf")
+    total = 0.0
+    for first in range(0, c, BLOCK):
+        values = tl.load(row + first + columns, mask=first + columns < c, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(largest, tl.max(values, 0))
+        total = total * tl.exp(largest - new) + tl.sum(tl.exp(values - new), 0)
+        largest = new
+    return largest, total
+
+
+@triton.jit
+def log_sum_exp_kernel(logits, out, stride, c, BLOCK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    largest, total = online(logits + r * stride, tl.arange(0, BLOCK), c, BLOCK)
+    tl.store(out + r, largest + tl.log(total))
+
+
+@triton.jit
+def scaled_exp_kernel(logits, log_divisor, factor, out, stride, out_stride, c, BLOCK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < c
+    values = tl.load(logits + r * stride + columns, mask=inside).to(tl.float32)
+    values = tl.exp(values - tl.load(log_divisor + r)) * tl.load(factor + r)
+    tl.store(out + r * out_stride + columns, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def softmax_kernel(logits, out, stride, out_stride, c, BLOCK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    largest, total = online(logits + r * stride, columns, c, BLOCK)
+    for first in range(0, c, BLOCK):
+        inside = first + columns < c
+        values = tl.load(logits + r * stride + first + columns, mask=inside).to(tl.float32)
+        values = tl.exp(values - largest) / total
+        tl.store(out + r * out_stride + first + columns, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def softmax_gradient_kernel(probabilities, gradient, out, stride, gradient_stride, out_stride, c, BLOCK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    products = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, c, BLOCK):
+        inside = first + columns < c
+        p = tl.load(probabilities + r * stride + first + columns, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gradient + r * gradient_stride + first + columns, mask=inside, other=0.0).to(tl.float32)
+        products += p * g
+        total += p
+    mean = tl.sum(products, 0) / tl.sum(total, 0)
+    for first in range(0, c, BLOCK):
+        inside = first + columns < c
+        p = tl.load(probabilities + r * stride + first + columns, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gradient + r * gradient_stride + first + columns, mask=inside, other=0.0).to(tl.float32)
+        values = p * (g - mean)
+        tl.store(out + r * out_stride + first + columns, values.to(out.dtype.element_ty), mask=inside)
+
+
+def _block(columns: int) -> dict[str, int]:
+    """8 values a thread."""
+    size = min(4096, max(128, triton.next_power_of_2(columns)))
+    return {"BLOCK": size, "num_warps": max(1, min(16, size // 256))}
+
+
+def log_sum_exp(logits: Tensor, out: Tensor) -> None:
+    rows, columns = logits.shape
+    if rows:
+        log_sum_exp_kernel[(rows,)](logits, out, logits.stride(0), columns, **_block(columns))
+
+
+def scaled_exp(logits: Tensor, log_divisor: Tensor, factor: Tensor, out: Tensor) -> None:
+    rows, columns = logits.shape
+    if rows:
+        block = _block(columns)
+        scaled_exp_kernel[(rows, triton.cdiv(columns, block["BLOCK"]))](
+            logits, log_divisor, factor, out, logits.stride(0), out.stride(0), columns, **block
+        )
+
+
+def softmax(logits: Tensor, out: Tensor) -> None:
+    rows, columns = logits.shape
+    if rows:
+        softmax_kernel[(rows,)](logits, out, logits.stride(0), out.stride(0), columns, **_block(columns))
+
+
+def softmax_gradient(probabilities: Tensor, gradient: Tensor, out: Tensor) -> None:
+    rows, columns = probabilities.shape
+    if rows:
+        softmax_gradient_kernel[(rows,)](
+            probabilities, gradient, out, probabilities.stride(0), gradient.stride(0), out.stride(0), columns,
+            **_block(columns),
+        )  # fmt: skip

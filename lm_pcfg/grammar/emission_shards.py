@@ -1,0 +1,69 @@
+"""The normalisers of the emission, chunked across processes.
+
+Each of S processes computes those of its P/S preterminals; the group gathers the P numbers. In the backward the P
+gradients, which differ from process to process because their sentences do, are summed, and each process takes its part
+through its own P/S x V logits. Memory and arithmetic fall by S; what travels is P numbers, twice.
+
+The engine averages parameter gradients over all processes. Every normaliser's gradient is carried by one process of
+each group instead of by all, but as the sum over the group: the average is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class EmissionShards:
+    """This process's part. Every process of the group has to enter every forward and every backward pass."""
+
+    def __init__(self, shards: int, rank: int, world_size: int):
+        """Groups of `shards` neighbouring ranks; all ranks of the world must construct this."""
+        if world_size % shards:
+            raise ValueError(f"{shards} shards do not divide {world_size} processes")
+        self.count, self.index = shards, rank % shards
+        self.logits_computed = 0  # by this process, in forward passes
+        self._group: Any = None
+        for first in range(0, world_size, shards):
+            ranks = list(range(first, first + shards))
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                self._group = group
+
+    def part(self, preterminals: int, index: int | None = None) -> slice:
+        """The preterminals of a shard (by default this process's): sizes differ by one at most, and may be 0."""
+        index = self.index if index is None else index
+        return slice(preterminals * index // self.count, preterminals * (index + 1) // self.count)
+
+    def gather(self, own: Tensor, preterminals: int) -> Tensor:
+        """The normalisers of all preterminals, in order, from those of every part."""
+        return _Gathered.apply(own, self, preterminals)
+
+    def collect(self, own: Tensor, preterminals: int) -> Tensor:
+        parts = [self.part(preterminals, index) for index in range(self.count)]
+        largest = max(part.stop - part.start for part in parts)
+        padded = own.new_zeros(largest)
+        padded[: len(own)] = own
+        received = [torch.empty_like(padded) for _ in parts]
+        dist.all_gather(received, padded, group=self._group)
+        return torch.cat([values[: part.stop - part.start] for values, part in zip(received, parts, strict=True)])
+
+    def sum(self, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shards: EmissionShards, preterminals: int) -> Tensor:
+        ctx.shards, ctx.preterminals = shards, preterminals
+        return shards.collect(own.detach(), preterminals)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.shards.sum(gradient.contiguous())[ctx.shards.part(ctx.preterminals)], None, None

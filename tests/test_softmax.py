@@ -1,0 +1,133 @@
+"""Softmaxes of products against the plain dense computation: values, every gradient, and that no matrix is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flash_inside.softmax import child_probabilities, log_normalizers
+
+P, V, D = 37, 101, 8
+
+
+def tables(*rows: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(rows))
+    return [(torch.randn(count, D, generator=generator) * scale).to(dtype).requires_grad_() for count in rows]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        sizes = [
+            leaf.untyped_storage().nbytes() // leaf.itemsize for leaf in tree_leaves(result) if torch.is_tensor(leaf)
+        ]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+def assert_same(ours, dense, tolerance):
+    for a, b in zip(ours, dense, strict=True):
+        assert a.shape == b.shape
+        assert (a.double() - b.double()).norm() <= tolerance * b.double().norm()
+
+
+@pytest.mark.parametrize("largest_block", [1, 250, 1 << 27])
+def test_normalizers_equal_the_dense_ones(largest_block):
+    features, embeddings = tables(P, V)
+    weights = torch.randn(P, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    dense = torch.logsumexp(features @ embeddings.T, 1)
+    ours = log_normalizers(features, embeddings, largest_block=largest_block)
+    assert_same([ours], [dense], 1e-14)
+    assert_same(
+        torch.autograd.grad(ours @ weights, (features, embeddings)),
+        torch.autograd.grad(dense @ weights, (features, embeddings)),
+        1e-13,
+    )
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("tf32", 1e-6), ("bf16", 1e-2)])
+def test_normalizers_in_narrow_types(precision, tolerance):
+    features, embeddings = tables(P, V, dtype=torch.float32)
+    wide = [table.detach().double().requires_grad_() for table in (features, embeddings)]
+    dense = torch.logsumexp(wide[0] @ wide[1].T, 1)
+    ours = log_normalizers(features, embeddings, precision, largest_block=700)
+    assert ours.dtype == torch.float32
+    assert_same([ours], [dense], tolerance)
+    assert_same(
+        torch.autograd.grad(ours.sum(), (features, embeddings)), torch.autograd.grad(dense.sum(), wide), tolerance
+    )
+
+
+def test_large_logits_do_not_overflow():
+    features, embeddings = tables(3, 5, dtype=torch.float32, scale=100.0)
+    ours = log_normalizers(features, embeddings)
+    assert ours.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(ours.sum(), (features, embeddings)))
+
+
+def test_the_matrix_of_states_and_words_is_never_made():
+    features, embeddings = tables(400, 300, dtype=torch.float32)
+    with LargestTensor() as seen:
+        log_normalizers(features, embeddings, largest_block=20 * 300).sum().backward()
+    assert seen.elements == 20 * 300  # of 120,000
+
+
+def test_no_rows_at_all():
+    features, embeddings = tables(0, V)
+    ours = log_normalizers(features, embeddings)
+    d_features, d_embeddings = torch.autograd.grad(ours.sum(), (features, embeddings))
+    assert ours.shape == (0,)
+    assert d_features.shape == (0, D)
+    assert (d_embeddings == 0).all()
+
+
+@pytest.mark.parametrize("largest_block", [1, 40, 1 << 27])
+def test_children_equal_the_dense_ones(largest_block):
+    parents, left_children, right_children = tables(7, 18, 18)
+    left, right, *entrances = child_probabilities(parents, left_children, right_children, largest_block=largest_block)
+    assert entrances[0] is left
+    assert entrances[1] is right
+    dense = [(parents @ children.T).softmax(1) for children in (left_children, right_children)]
+    assert_same((left, right), dense, 1e-14)
+    weights = torch.randn(2, 7, 18, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    inputs = (parents, left_children, right_children)
+    assert_same(
+        torch.autograd.grad((torch.stack((left, right)) * weights).sum(), inputs),
+        torch.autograd.grad((torch.stack(dense) * weights).sum(), inputs),
+        1e-12,
+    )
+
+
+def test_derivatives_by_finite_differences():
+    assert torch.autograd.gradcheck(log_normalizers, tables(3, 4))
+    assert torch.autograd.gradcheck(lambda *tables: child_probabilities(*tables)[:2], tables(2, 5, 5))
+
+
+def test_narrow_probabilities_take_wide_gradients_at_their_entrances():
+    inputs = tables(7, 18, 18, dtype=torch.float32)
+    left, right, *entrances = child_probabilities(*inputs, dtype=torch.bfloat16)
+    assert left.dtype == right.dtype == torch.bfloat16
+    assert not left.requires_grad
+    wide = [table.detach().double().requires_grad_() for table in inputs]
+    dense = [(wide[0] @ children.T).softmax(1) for children in wide[1:]]
+    assert_same((left, right), dense, 4e-3)
+    # In bf16 1 + 2^-12 is 1. What is the same for a whole row means nothing to a softmax: the 2^-12 are all there is.
+    weights = torch.ones(2, 7, 18)
+    weights[:, :, ::2] += 2.0**-12
+    ours = torch.autograd.grad(entrances, inputs, list(weights))
+    assert_same(ours, torch.autograd.grad(dense, wide, list(weights.double())), 1e-2)
+
+
+def test_left_and_right_lie_one_after_the_other():
+    left, right, *_ = child_probabilities(*tables(7, 18, 18))
+    assert right.data_ptr() == left.data_ptr() + left.numel() * left.itemsize
+    assert left.is_contiguous()
+    assert right.is_contiguous()

@@ -1,0 +1,90 @@
+"""The Triton kernels of the softmaxes against PyTorch: natively where there is a GPU, else in Triton's interpreter.
+
+Without a GPU test_triton.py runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from flash_inside.softmax import child_probabilities, log_normalizers
+
+pytest.importorskip("triton")
+GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = pytest.mark.gpu if GPU else pytest.mark.skipif(not INTERPRETED, reason="run by test_triton.py")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """What is read before it is written is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def rows_of(rows, columns, dtype=torch.float32, scale=3.0):
+    generator = torch.Generator().manual_seed(rows * 1000 + columns)
+    return (torch.randn(rows, columns, generator=generator) * scale).to(dtype).to(DEVICE)
+
+
+SIZES = [(1, 1), (3, 2), (2, 127), (5, 129), (2, 4096), (2, 4097), (1, 9001)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_row_passes_equal_pytorch(rows, columns):
+    from flash_inside.softmax import triton_rows
+
+    logits, gradient = rows_of(rows, columns), rows_of(rows, columns, scale=1.0)
+    wide = logits.double()
+    normalizers = torch.empty(rows, device=DEVICE)
+    triton_rows.log_sum_exp(logits, normalizers)
+    torch.testing.assert_close(normalizers.double(), wide.logsumexp(1), rtol=1e-6, atol=1e-6)
+
+    probabilities = torch.empty_like(logits)
+    triton_rows.softmax(logits, probabilities)
+    torch.testing.assert_close(probabilities.double(), wide.softmax(1), rtol=1e-5, atol=1e-12)
+
+    factor = gradient[:, 0].contiguous()
+    d_logits = torch.empty_like(logits)
+    triton_rows.scaled_exp(logits, normalizers, factor, d_logits)
+    torch.testing.assert_close(d_logits.double(), wide.softmax(1) * factor[:, None].double(), rtol=1e-4, atol=1e-12)
+
+    triton_rows.softmax_gradient(probabilities, gradient, d_logits)
+    p, g = probabilities.double(), gradient.double()
+    expected = p * (g - (p * g).sum(1, keepdim=True) / p.sum(1, keepdim=True))
+    torch.testing.assert_close(d_logits.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_whole_functions_equal_fp64():
+    generator = torch.Generator().manual_seed(0)
+    tables = [torch.randn(rows, 16, generator=generator).to(DEVICE).requires_grad_() for rows in (33, 101, 101)]
+    wide = [table.detach().double().requires_grad_() for table in tables]
+
+    def weighted(function, inputs):
+        outputs = function(*inputs)
+        weights = [torch.arange(output.numel(), device=DEVICE).view_as(output) % 7 for output in outputs]
+        total = sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
+        return outputs, torch.autograd.grad(total, inputs)
+
+    for function, count in (
+        (lambda a, b: [log_normalizers(a, b, largest_block=1000)], 2),
+        (lambda *three: child_probabilities(*three, largest_block=1000)[:2], 3),
+    ):
+        ours, theirs = weighted(function, tables[:count]), weighted(function, wide[:count])
+        for a, b in zip((*ours[0], *ours[1]), (*theirs[0], *theirs[1]), strict=True):
+            assert (a.double() - b).norm() <= 1e-5 * b.norm()
+
+
+def test_bf16_probabilities():
+    tables = [rows_of(n, 16, scale=1.0).requires_grad_() for n in (33, 70, 70)]
+    left, right, *entrances = child_probabilities(*tables, dtype=torch.bfloat16)
+    assert left.dtype == torch.bfloat16
+    torch.testing.assert_close(left.float().sum(1), torch.ones(33, device=DEVICE), rtol=0, atol=1e-2)
+    assert [tuple(entrance.shape) for entrance in entrances] == [(33, 70)] * 2
+    assert right.isfinite().all()
