@@ -1,0 +1,131 @@
+"""The chunked emission on 1 to 4 processes against the plain dense computation: loss and every gradient, in fp64."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import flash_inside
+from flash_inside import Rules
+from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.boundary import backward_through
+from lm_pcfg.grammar.computation import Computation
+from lm_pcfg.grammar.emission_shards import EmissionShards
+from lm_pcfg.grammar.simple_pcfg import SimplePCFG
+from lm_pcfg.grammar.state_dropout import Kept, draw_kept
+from lm_pcfg.training.computation import shard_count
+
+N, P, V = 5, 37, 101
+SENTENCES = [np.random.default_rng(number).integers(0, V, size) for number, size in enumerate((4, 1, 7, 2, 5, 3, 3))]
+#: sentences of each rank, as micro-batches: dealt in turn; all to one rank; two micro-batches here and none there
+DEALS = {
+    "in turn": lambda rank, world: [list(range(rank, len(SENTENCES), world))],
+    "all to the last": lambda rank, world: [list(range(len(SENTENCES)))] if rank == world - 1 else [],
+    "micro-batches": lambda rank, world: [[0, 1], [2, 3, 4, 5, 6]] if rank == 0 else [],
+}
+
+
+def model_of(parameterization: str = "paper") -> SimplePCFG:
+    model = SimplePCFG(
+        nonterminals=N, preterminals=P, words=V, dimension=8, parameterization=parameterization, symbol_deviation=0.5
+    )
+    return model.double()
+
+
+def subset(dropout: float) -> Kept | None:
+    return draw_kept(N, P, dropout, seed=3, step=7)
+
+
+def dense_loss(model: SimplePCFG, kept: Kept | None) -> torch.Tensor:
+    """Mean -log p with every matrix in full, and log space."""
+    nonterminals, preterminals = model.symbols[:N], model.symbols[N:]
+    root_output = model.root_output
+    if kept is not None:
+        nonterminals, preterminals = nonterminals[kept.nonterminals], preterminals[kept.preterminals]
+        root_output = root_output[torch.cat((kept.nonterminals, N + kept.preterminals))]
+    symbols = torch.cat((nonterminals, preterminals))
+    left, right = (
+        torch.softmax(model.parent(nonterminals) @ child(symbols).T, 1)
+        for child in (model.left_child, model.right_child)
+    )
+    root = torch.softmax((root_output @ model.root_network(model.start).T).squeeze(1), 0)
+    emission = torch.log_softmax(model.emission_network(preterminals) @ model.words.T, 1)  # [P, V]
+    words = torch.from_numpy(np.concatenate(SENTENCES))
+    log_z = flash_inside.inside(
+        Rules(root, left, right), emission[:, words].T, [len(s) for s in SENTENCES], "fp64", "reference"
+    )
+    return -log_z.sum() / len(SENTENCES)
+
+
+def sharded_loss(model: SimplePCFG, kept: Kept | None, how: Computation, batches: list[list[int]], world: int) -> float:
+    """As the trainer does it; the gradients are on the parameters, not averaged yet."""
+    grammar = model(kept, how)
+    leaves = grammar.detached()
+    total = 0.0
+    for batch in batches:
+        if batch:
+            words = torch.from_numpy(np.concatenate([SENTENCES[number] for number in batch]))
+            log_z = leaves.log_likelihood(words, [len(SENTENCES[number]) for number in batch], precision="fp64")
+            loss = -log_z.sum() * (world / len(SENTENCES))
+            loss.backward()
+            total += loss.item()
+    backward_through(grammar, leaves).backward()
+    return total
+
+
+def one_process(rank: int, folder: str, expected: dict) -> None:
+    torch.set_num_threads(1)
+    for world in (1, 2, 3, 4):
+        if rank < world:
+            store = dist.FileStore(f"{folder}/{world}", world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+            for shards in (number for number in range(1, world + 1) if world % number == 0):
+                for (name, deal), dropout in itertools.product(DEALS.items(), (0.0, 0.4)):
+                    model, kept = model_of(), subset(dropout)
+                    how = Computation("fp64", shards=EmissionShards(shards, rank, world) if shards > 1 else None)
+                    loss = torch.tensor(sharded_loss(model, kept, how, deal(rank, world), world), dtype=torch.float64)
+                    dist.all_reduce(loss)
+                    case = f"{world} processes, {shards} shards, {name}, dropout {dropout}"
+                    wanted_loss, wanted = expected[dropout]
+                    assert abs(loss.item() / world - wanted_loss) <= 1e-10 * wanted_loss, case
+                    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+                        dist.all_reduce(parameter.grad)
+                        difference = (parameter.grad / world - gradient).norm()
+                        assert difference <= 1e-10 * gradient.norm(), case
+                    if how.shards is not None:
+                        preterminals = P if kept is None else len(kept.preterminals)
+                        own = how.shards.part(preterminals)
+                        assert how.shards.logits_computed == (own.stop - own.start) * V, case
+                        assert own.stop - own.start <= -(-preterminals // shards), case
+            dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_loss_and_gradients_equal_the_dense_ones_on_1_to_4_processes(tmp_path):
+    expected = {}
+    for dropout in (0.0, 0.4):
+        model = model_of()
+        loss = dense_loss(model, subset(dropout))
+        expected[dropout] = loss.item(), torch.autograd.grad(loss, list(model.parameters()))
+    mp.spawn(one_process, (str(tmp_path), expected), nprocs=4)
+
+
+def test_parts_cover_all_preterminals_in_order(monkeypatch):
+    monkeypatch.setattr(dist, "new_group", lambda ranks: None)
+    for preterminals, shards in [(37, 4), (2, 3), (8, 8), (1, 1), (1000, 7)]:
+        parts = [EmissionShards(shards, rank, shards).part(preterminals) for rank in range(shards)]
+        assert [number for part in parts for number in range(part.start, part.stop)] == list(range(preterminals))
+
+
+def test_shards_must_divide_the_processes():
+    assert shard_count("auto", 6) == 6
+    assert shard_count(3, 6) == 3
+    with pytest.raises(
+        UserError, match=r"emission.shards 4 does not divide the 6 processes.*auto or one of 1, 2, 3, 6"
+    ):
+        shard_count(4, 6)
