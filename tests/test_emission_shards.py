@@ -116,7 +116,7 @@ def test_loss_and_gradients_equal_the_dense_ones_on_1_to_4_processes(tmp_path):
 
 
 def test_parts_cover_all_preterminals_in_order(monkeypatch):
-    monkeypatch.setattr(dist, "new_group", lambda ranks: None)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: None)
     for preterminals, shards in [(37, 4), (2, 3), (8, 8), (1, 1), (1000, 7)]:
         parts = [EmissionShards(shards, rank, shards).part(preterminals) for rank in range(shards)]
         assert [number for part in parts for number in range(part.start, part.stop)] == list(range(preterminals))

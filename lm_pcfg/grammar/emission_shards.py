@@ -10,6 +10,7 @@ each group instead of by all, but as the sum over the group: the average is the 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from torch import Tensor
 class EmissionShards:
     """This process's part. Every process of the group has to enter every forward and every backward pass."""
 
-    def __init__(self, shards: int, rank: int, world_size: int):
-        """Groups of `shards` neighbouring ranks; all ranks of the world must construct this."""
+    def __init__(self, shards: int, rank: int, world_size: int, timeout: timedelta | None = None):
+        """Groups of `shards` neighbouring ranks; all ranks of the world must construct this.
+
+        timeout: after which a rank that does not answer is an error; by default that of PyTorch.
+        """
         if world_size % shards:
             raise ValueError(f"{shards} shards do not divide {world_size} processes")
         self.count, self.index = shards, rank % shards
@@ -29,7 +33,7 @@ class EmissionShards:
         self._group: Any = None
         for first in range(0, world_size, shards):
             ranks = list(range(first, first + shards))
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=timeout)
             if rank in ranks:
                 self._group = group
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from flash_inside import rules_type
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.computation import Computation
@@ -24,8 +26,9 @@ def shard_count(asked: int | str, world_size: int) -> int:
 def training_computation(settings: Settings, rank: int, world_size: int) -> Computation:
     """Every process has to call it: groups of processes are made here."""
     shards = shard_count(settings.emission.shards, world_size)
+    timeout = timedelta(seconds=settings.engine.timeout_seconds)
     return Computation(
         precision=settings.networks.precision,
         rules=rules_type(settings.inside.precision, settings.model.nonterminals),
-        shards=EmissionShards(shards, rank, world_size) if shards > 1 else None,
+        shards=EmissionShards(shards, rank, world_size, timeout) if shards > 1 else None,
     )
