@@ -179,6 +179,33 @@ def bench_inside(context: typer.Context) -> None:
     raise typer.Exit(inside.main(context.args))
 
 
+@bench.command(name="step")
+def bench_step(
+    config: Annotated[Path | None, typer.Option(help="YAML file with the data; default: synthetic text.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change: model.state_dropout=0.5"),
+    ] = None,
+    nonterminals: Annotated[str, typer.Option(help="Grammars, by their nonterminals.")] = "512,2048,4096,8192",
+    sentences: Annotated[str, typer.Option(help="Batch sizes.")] = "16",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each measurement.")] = 100,
+    csv: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write an SVG here.")] = None,
+) -> None:
+    """Time a training step and its parts over a grid of grammars and batch sizes."""
+    grid = _numbers("--nonterminals", nonterminals), _numbers("--sentences", sentences)
+    from lm_pcfg.training import step_benchmark
+
+    step_benchmark.main(config, overrides or [], *grid, steps, csv, plot)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{option} {text!r} should be whole numbers above 0, with commas between them")
+    return [int(part) for part in parts]
+
+
 def _count_lines(file: str) -> int | None:
     """For the progress bar alone; None where one cannot know before reading."""
     path = Path(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ class Computation(NamedTuple):
     precision: str = "fp32"  # of the products of the networks and softmaxes: "fp32", "tf32" or "bf16" (fp64 stays fp64)
     rules: torch.dtype | None = None  # type of left and right; None: that of the networks
     shards: EmissionShards | None = None  # None: every process computes all normalisers of the emission
+    mark: Callable[[str], None] = lambda part: None  # told when a part of the computation is over, for benchmarks
 
 
 EXACT = Computation()

@@ -94,6 +94,9 @@ class SimplePCFG(nn.Module):
         else:
             features = features + preterminals
             root_logits = (self.symbols[root_rows] @ self.start.T).squeeze(1)
+        root = root_logits.double().softmax(-1)
+        how.mark("networks")
         # A view of the word table: the micro-batches' gradients must reach it through this graph alone.
         emission = Emission.of(features, self.words.view_as(self.words), how)
-        return Grammar(root_logits.double().softmax(-1), left, right, emission, (entrances[0], entrances[1]))
+        how.mark("emission")
+        return Grammar(root, left, right, emission, (entrances[0], entrances[1]))

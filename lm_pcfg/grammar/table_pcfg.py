@@ -52,4 +52,8 @@ class TablePCFG(nn.Module):
             emission = emission[kept.preterminals]
         # As features . embeddings: one unit vector a preterminal, and the columns of the table.
         units = torch.eye(emission.shape[0], dtype=emission.dtype, device=emission.device)
-        return Grammar(root.double().softmax(0), left.softmax(1), right.softmax(1), Emission.of(units, emission.T, how))
+        rules = root.double().softmax(0), left.softmax(1), right.softmax(1)
+        how.mark("networks")
+        grammar = Grammar(*rules, Emission.of(units, emission.T, how))
+        how.mark("emission")
+        return grammar

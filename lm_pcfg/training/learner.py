@@ -6,6 +6,7 @@ Whatever the engine, what goes into a checkpoint and comes out of it is whole te
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +46,21 @@ class Learner:
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
-    def update(self, through: Tensor, nll: Tensor, recomputed: float, learning_rate: float) -> Update:
-        """through: scalar whose backward pass reaches the parameters; nll: of this process's sentences."""
+    def update(
+        self,
+        through: Tensor,
+        nll: Tensor,
+        recomputed: float,
+        learning_rate: float,
+        mark: Callable[[str], None] = lambda part: None,
+    ) -> Update:
+        """through: scalar whose backward pass reaches the parameters; nll: of this process's sentences.
+
+        mark: told when a part is over, for benchmarks.
+        """
         accelerator = self.engine.accelerator
         accelerator.backward(through)
+        mark("backward")
         clip = self.clip if self.clip is not None else math.inf
         norm = float(accelerator.clip_grad_norm_(self.parameters.values(), clip))  # of averaged gradients: on all alike
         total_nll, recomputed = self.engine.sums([nll.item(), recomputed])

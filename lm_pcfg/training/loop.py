@@ -138,8 +138,11 @@ class Trainer:
                     # The engine averages over ranks: the gradient is that of (sum over all ranks) / global count.
                     (-log_z.sum() * (self.engine.world_size / count)).backward()
                     nll -= log_z.detach().double().sum()
+            self.computation.mark("inside")
             through = backward_through(grammar, leaves)
-            update = self.learner.update(through, nll, float(statistics.recomputed), self.learning_rate)
+            update = self.learner.update(
+                through, nll, float(statistics.recomputed), self.learning_rate, self.computation.mark
+            )
         if update.applied and self.average is not None:
             self.average.update(self.learner.pieces())
         self._count(update, sentences, words)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -38,7 +38,14 @@ class ZeroLearner(Learner):
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
-    def update(self, through: Tensor, nll: Tensor, recomputed: float, learning_rate: float) -> Update:
+    def update(
+        self,
+        through: Tensor,
+        nll: Tensor,
+        recomputed: float,
+        learning_rate: float,
+        mark: Callable[[str], None] = lambda part: None,
+    ) -> Update:
         """The loss is summed first: where it is not finite, no process enters the backward pass, which would step.
 
         A gradient that is not finite DeepSpeed finds itself, in the norm over all processes, and leaves the step out.
@@ -47,7 +54,8 @@ class ZeroLearner(Learner):
         if not math.isfinite(total_nll):
             return Update(False, total_nll, math.nan, recomputed)
         self._set_learning_rate(learning_rate)
-        self.engine.accelerator.backward(through)
+        self.engine.accelerator.backward(through)  # and DeepSpeed's step
+        mark("backward")
         norm = float(self.zero._global_grad_norm)  # inf after a step left out
         return Update(not self.zero.overflow, total_nll, norm, recomputed)
 

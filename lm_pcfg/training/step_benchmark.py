@@ -1,0 +1,193 @@
+"""`lm_pcfg bench step`: what a training step costs, and which part of it, over a grid of grammars and batch sizes.
+
+The step is the trainer's own. Its time is measured twice: over many steps in a row, nothing waited for (step_ms, words
+per second, everything included); and part by part, where the clock waits at the end of every part.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from lm_pcfg.settings import Settings
+from lm_pcfg.settings_file import load_settings
+from lm_pcfg.training.engine import Engine
+from lm_pcfg.training.loop import Trainer
+from lm_pcfg.training.step_plot import draw
+
+PARTS = ("networks", "emission", "inside", "backward", "optimizer")
+FIELDS = (
+    "nonterminals", "preterminals", "sentences", "state_dropout", "inside_precision", "networks_precision",
+    *(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "words_per_step", "peak_gib", "vocabulary",
+    "data", "device", "torch", "date", "note",
+)  # fmt: skip
+
+Row = dict[str, str | int | float]
+
+
+def main(
+    config: Path | None,
+    overrides: list[str],
+    nonterminals: list[int],
+    sentences: list[int],
+    steps: int,
+    table: Path | None,
+    plot: Path | None,
+) -> None:
+    """Print a line for every size as it is measured; write the CSV and the plot."""
+    print(f"{'N':>6} {'batch':>5} " + " ".join(f"{part:>9}" for part in (*PARTS, "step ms", "words/s", "GiB")))
+    with _settings(config, overrides) as settings:
+        rows = bench_steps(settings, nonterminals, sentences, steps, lambda row: print(_line(row), flush=True))
+    if table:
+        with table.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(rows)
+    if plot:
+        plot.write_text(draw(rows))
+
+
+def _line(row: Row) -> str:
+    start = f"{row['nonterminals']:>6} {row['sentences']:>5} "
+    columns = (*(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "peak_gib")
+    return start + (str(row["note"]) or " ".join(f"{row[column]!s:>9}" for column in columns))
+
+
+def bench_steps(
+    settings: Settings, nonterminals: list[int], sentences: list[int], steps: int, show: Callable[[Row], None]
+) -> list[Row]:
+    """Time every combination; a grammar that does not fit into memory gets a note."""
+    engine = Engine(settings)
+    rows = []
+    for n in nonterminals:
+        for count in sentences:
+            values = settings.model_dump()
+            values["model"] |= {"nonterminals": n, "preterminals": 2 * n}
+            values["batch"] |= {"by": "sentences", "sentences": count}
+            row = _measure(Settings.model_validate(values), engine, steps)
+            show(row)
+            rows.append(row)
+    return rows
+
+
+def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
+    model = settings.model
+    row: Row = dict.fromkeys(FIELDS, "")
+    row |= {
+        "nonterminals": model.nonterminals, "preterminals": model.preterminals, "sentences": settings.batch.sentences,
+        "state_dropout": model.state_dropout, "inside_precision": settings.inside.precision,
+        "networks_precision": settings.networks.precision, "data": Path(settings.data.train).name,
+        "device": _device_name(engine.device), "torch": importlib.metadata.version("torch"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    try:
+        row |= _timed(Trainer(settings, engine, None), steps)
+    except torch.OutOfMemoryError:
+        row["note"] = "out of memory"
+    finally:
+        if engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return row
+
+
+def _timed(trainer: Trainer, steps: int) -> Row:
+    device = trainer.engine.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(steps):  # lengths come again and again: after these, kernels and graphs are there
+        trainer.step(trainer.stream.next_step())
+    _synchronize(device)
+    words, began = 0, time.perf_counter()
+    for _ in range(steps):
+        batches = trainer.stream.next_step()
+        words += sum(batch.n_words for batch in batches)
+        trainer.step(batches)
+    _synchronize(device)
+    seconds = time.perf_counter() - began
+    if trainer.position.skipped:
+        return {"note": f"{trainer.position.skipped} of {2 * steps} updates were not finite"}
+
+    clock = StepClock(device)
+    trainer.computation = trainer.computation._replace(mark=clock.part_ended)
+    for _ in range(steps):
+        batches = trainer.stream.next_step()
+        clock.begin()
+        trainer.step(batches)
+        clock.part_ended("optimizer")
+    parts: Row = {f"{part}_ms": round(1e3 * clock.seconds[part] / steps, 3) for part in PARTS}
+    peak: Row = {}
+    if device.type == "cuda":
+        peak["peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
+    return parts | peak | {
+        "step_ms": round(1e3 * seconds / steps, 3),
+        "words_per_second": round(words / seconds),
+        "words_per_step": round(words / steps, 1),
+        "vocabulary": len(trainer.corpora.vocabulary),
+    }  # fmt: skip
+
+
+class StepClock:
+    """Seconds of every part, summed over steps. It waits for the device at the end of each part."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._last = 0.0
+
+    def begin(self) -> None:
+        _synchronize(self.device)
+        self._last = time.perf_counter()
+
+    def part_ended(self, part: str) -> None:
+        _synchronize(self.device)
+        now = time.perf_counter()
+        self.seconds[part] += now - self._last
+        self._last = now
+
+
+@contextmanager
+def _settings(config: Path | None, overrides: list[str]) -> Iterator[Settings]:
+    """Those of the file; or of text that looks like the Penn Treebank's to a clock."""
+    if config is not None:
+        yield load_settings(config, overrides)
+        return
+    with TemporaryDirectory() as folder:
+        text, file = Path(folder) / "synthetic", Path(folder) / "synthetic.yaml"
+        text.write_text("".join(_synthetic_lines()))
+        file.write_text(
+            f"data: {{train: {text}, max_length: 40}}\nmodel: {{nonterminals: 1}}\ntracking: {{mlflow: false}}\n"
+            "inside: {precision: bf16}\nnetworks: {precision: tf32}\n"
+        )
+        yield load_settings(file, overrides)
+
+
+def _synthetic_lines(
+    lines: int = 20_000, types: int = 10_000, mean: float = 21.1, deviation: float = 10.3
+) -> Iterator[str]:
+    """Words by Zipf's law; lengths with the mean and deviation of the Penn Treebank, by a gamma distribution."""
+    generator = np.random.default_rng(0)
+    shape = (mean / deviation) ** 2
+    lengths = np.clip(np.round(generator.gamma(shape, mean / shape, lines)), 1, 82).astype(int)
+    weights = 1.0 / np.arange(1, types + 1)
+    words = generator.choice(types, lengths.sum(), p=weights / weights.sum())
+    for line in np.split(words, np.cumsum(lengths)[:-1]):
+        yield " ".join(f"w{word}" for word in line) + "\n"
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

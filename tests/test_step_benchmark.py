@@ -1,0 +1,40 @@
+"""`lm_pcfg bench step` measures the trainer's own step, part by part."""
+
+from __future__ import annotations
+
+import csv
+
+from lm_pcfg.training import step_benchmark
+
+CONFIG = """
+data: {train: TEXT}
+model: {nonterminals: 1, dimension: 8}
+tracking: {mlflow: false}
+threads: 1
+"""
+
+
+def test_one_row_for_every_size(tmp_path, capsys):
+    text, config = tmp_path / "text", tmp_path / "c.yaml"
+    text.write_text("a b c\nb a\nc c a b\n" * 10)
+    config.write_text(CONFIG.replace("TEXT", str(text)))
+    table, plot = tmp_path / "steps.csv", tmp_path / "steps.svg"
+    step_benchmark.main(config, ["model.state_dropout=0.5"], [2, 4], [1, 3], 2, table, plot)
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["nonterminals"], row["sentences"]) for row in rows] == [("2", "1"), ("2", "3"), ("4", "1"), ("4", "3")]
+    for row in rows:
+        assert row["preterminals"] == str(2 * int(row["nonterminals"]))
+        assert float(row["state_dropout"]) == 0.5
+        assert all(float(row[f"{part}_ms"]) > 0 for part in step_benchmark.PARTS)
+        assert float(row["words_per_second"]) > 0
+        assert row["note"] == ""
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 1 + len(rows)
+    assert plot.read_text().count("<rect") == 1 + 5 + 5 * len(rows)  # background, legend, bars
+
+
+def test_synthetic_text_has_the_lengths_of_the_treebank():
+    lengths = [len(line.split()) for line in step_benchmark._synthetic_lines(lines=5000, types=100)]
+    assert abs(sum(lengths) / len(lengths) - 21.1) < 0.5
+    assert min(lengths) >= 1
