@@ -179,6 +179,17 @@ def bench_inside(context: typer.Context) -> None:
     raise typer.Exit(inside.main(context.args))
 
 
+@bench.command(
+    name="emission",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def bench_emission(context: typer.Context) -> None:
+    """Time the emission's normalisers, checked against fp64 first (--help shows its options)."""
+    from flash_inside.benchmarks import normalizers
+
+    raise typer.Exit(normalizers.main(context.args))
+
+
 @bench.command(name="step")
 def bench_step(
     config: Annotated[Path | None, typer.Option(help="YAML file with the data; default: synthetic text.")] = None,

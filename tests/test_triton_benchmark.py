@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flash_inside
-from flash_inside.benchmarks import baselines, inside
+from flash_inside.benchmarks import baselines, inside, lengths, normalizers
 from grammars import random_emissions, random_rules
 
 
@@ -47,3 +47,38 @@ def test_wrong_arguments_are_refused(capsys):
     with pytest.raises(SystemExit):
         inside.main(["--methods", "magic"])
     assert "unknown method magic" in capsys.readouterr().err
+
+
+def test_table_of_the_paper(capsys):
+    grid = ["--table1", "--grid", "8x5x2,600x3x1", "--methods", "torch,log-einsum-exp,log-sum-exp"]
+    assert inside.main([*grid, "--seconds", "0", "--device", "cpu", "--precision", "fp32"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [line.split("|")[1].strip() for line in lines[2:]] == [
+        "log-sum-exp", "log-einsum-exp", "FlashInside (torch)", "log-einsum-exp", "FlashInside (torch)",
+    ]  # fmt: skip
+    assert lines[2].split("|")[5].strip() == "1.0x"
+
+
+def test_lengths_of_the_treebank(capsys):
+    arguments = ["--grid", "8xptbx4", "--methods", "torch", "--seconds", "0", "--device", "cpu", "--precision", "fp32"]
+    assert inside.main(arguments) == 0
+    assert "8 x ptb x   4" in capsys.readouterr().out
+    assert lengths.ptb_lengths(3, seed=1) == lengths.ptb_lengths(3, seed=1)
+    assert sum(lengths.PTB_LINES) == 42_068
+    assert sum(number * lines for number, lines in enumerate(lengths.PTB_LINES, 1)) == 887_521
+
+
+def test_normalizers(tmp_path, capsys):
+    table = tmp_path / "emission.csv"
+    arguments = ["--grid", "40x30x8,64x50x16", "--precision", "fp32", "--seconds", "0", "--device", "cpu"]
+    assert normalizers.main([*arguments, "--csv", str(table)]) == 0
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["preterminals"] for row in rows] == ["40", "64"]
+    assert all(float(row["p50_ms"]) > 0 and float(row["error"]) < 1e-4 for row in rows)
+
+
+def test_wrong_normalizers_are_not_timed(monkeypatch, capsys):
+    monkeypatch.setattr(normalizers, "log_normalizers", lambda a, b, precision: a.sum(1) + b.sum() * 0)
+    assert normalizers.main(["--grid", "4x5x6", "--seconds", "0", "--device", "cpu"]) == 1
+    assert "WRONG" in capsys.readouterr().out

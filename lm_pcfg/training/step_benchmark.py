@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
+from flash_inside.benchmarks.lengths import ptb_lengths
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training.engine import Engine
@@ -171,15 +172,11 @@ def _settings(config: Path | None, overrides: list[str]) -> Iterator[Settings]:
         yield load_settings(file, overrides)
 
 
-def _synthetic_lines(
-    lines: int = 20_000, types: int = 10_000, mean: float = 21.1, deviation: float = 10.3
-) -> Iterator[str]:
-    """Words by Zipf's law; lengths with the mean and deviation of the Penn Treebank, by a gamma distribution."""
-    generator = np.random.default_rng(0)
-    shape = (mean / deviation) ** 2
-    lengths = np.clip(np.round(generator.gamma(shape, mean / shape, lines)), 1, 82).astype(int)
+def _synthetic_lines(lines: int = 20_000, types: int = 10_000) -> Iterator[str]:
+    """Words by Zipf's law, lengths of the Penn Treebank."""
+    lengths = ptb_lengths(lines)
     weights = 1.0 / np.arange(1, types + 1)
-    words = generator.choice(types, lengths.sum(), p=weights / weights.sum())
+    words = np.random.default_rng(0).choice(types, sum(lengths), p=weights / weights.sum())
     for line in np.split(words, np.cumsum(lengths)[:-1]):
         yield " ".join(f"w{word}" for word in line) + "\n"
 

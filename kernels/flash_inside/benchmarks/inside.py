@@ -1,11 +1,15 @@
 """`main(argv)`: time forward + backward over a grid of sizes, check each against fp64 first, write one CSV and a plot.
 
     python -m flash_inside.benchmarks.inside --csv inside.csv --plot inside.svg
-    python -m flash_inside.benchmarks.inside --grid 512x20x16,8192x40x16 --methods triton
+    python -m flash_inside.benchmarks.inside --grid 512x20x16,8192xptbx16 --methods triton
+    python -m flash_inside.benchmarks.inside --table1
 
-A size is nonterminals x words x sentences; there are twice as many preterminals. Inputs are resident, gradients go to
-all four inputs. Memory is the peak above the inputs and one set of their gradients: in a first pass, when there are no
-gradients yet (peak_gib), and in one whose gradients are added to those of an earlier pass (accumulating_gib).
+A size is nonterminals x words x sentences; there are twice as many preterminals. Words `ptb`: lengths drawn from those
+of the Penn Treebank, up to 40. --table1 measures what the paper's table 1 compares, and prints it like that.
+
+Inputs are resident, gradients go to all four of them. Memory is the peak above the inputs and one set of their
+gradients: in a first pass, when there are no gradients yet (peak_gib), and in one whose gradients are added to those of
+an earlier pass (accumulating_gib).
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ import torch
 from torch import Tensor
 
 import flash_inside
-from flash_inside.benchmarks import baselines
+from flash_inside.benchmarks import baselines, table1
+from flash_inside.benchmarks.lengths import ptb_lengths
 from flash_inside.benchmarks.plot import draw
 from flash_inside.rules import Rules
 
@@ -41,14 +46,23 @@ FIELDS = (
 
 class Size(NamedTuple):
     nonterminals: int
-    words: int
+    words: int | str  # of every sentence, or "ptb"
     sentences: int
+
+    @property
+    def lengths(self) -> list[int]:
+        return ptb_lengths(self.sentences) if isinstance(self.words, str) else [self.words] * self.sentences
+
+    @property
+    def spans(self) -> int:
+        """Of two words or more."""
+        return sum(length * (length - 1) // 2 for length in self.lengths)
 
     @property
     def flops(self) -> float:
         """Of the matrix products, forward and backward: three for the spans below the top, three for the words."""
-        n, spans = self.nonterminals, self.sentences * (self.words * (self.words - 1) // 2)
-        return 3 * 2 * 2 * n * (n * spans + 2 * n * self.sentences * self.words)
+        n = self.nonterminals
+        return 3 * 2 * 2 * n * (n * self.spans + 2 * n * sum(self.lengths))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for size in arguments.grid:
         for method in arguments.methods:
+            if arguments.table1 and method == "log-sum-exp" and size.nonterminals > table1.LARGEST_LOG_SUM_EXP:
+                continue
             row = _measure(method, size, arguments.precision, device, arguments.seconds, ceiling)
             rows.append(row)
             print(_line(row), flush=True)
@@ -66,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
             writer = csv.DictWriter(file, FIELDS)
             writer.writeheader()
             writer.writerows(rows)
+    if arguments.table1:
+        print(table1.table(rows))
     if arguments.plot:
         arguments.plot.write_text(draw(rows))
     return 1 if any(row["note"] == "WRONG" for row in rows) else 0
@@ -73,20 +91,28 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench inside", description="time the inside algorithm")
-    parser.add_argument("--grid", type=_grid, default=_grid(GRID), help=f"sizes NxWORDSxSENTENCES (default {GRID})")
+    parser.add_argument("--grid", type=_grid, help=f"sizes NxWORDSxSENTENCES (default {GRID})")
+    parser.add_argument("--table1", action="store_true", help=f"the paper's table 1 (default grid {table1.GRID})")
     parser.add_argument("--methods", type=_methods, default=list(METHODS), help=f"default {','.join(METHODS)}")
     parser.add_argument("--precision", choices=tuple(TOLERANCE), default="bf16", help="of triton and torch")
     parser.add_argument("--seconds", type=float, default=1.0, help="time to spend on each measurement")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG file")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    arguments.grid = arguments.grid or _grid(table1.GRID if arguments.table1 else GRID)
+    return arguments
 
 
 def _grid(text: str) -> list[Size]:
-    sizes = [Size(*map(int, part.split("x"))) for part in text.split(",")]
-    if any(min(size) < 1 or size.words < 2 for size in sizes):
-        raise argparse.ArgumentTypeError("sizes are NxWORDSxSENTENCES, with at least two words")
+    sizes = []
+    for part in text.split(","):
+        n, words, sentences = part.split("x")
+        sizes.append(Size(int(n), words if words == "ptb" else int(words), int(sentences)))
+    if any(
+        size.nonterminals < 1 or size.sentences < 1 or (size.words != "ptb" and int(size.words) < 2) for size in sizes
+    ):
+        raise argparse.ArgumentTypeError("sizes are NxWORDSxSENTENCES, with at least two words (or `ptb`)")
     return sizes
 
 
@@ -106,8 +132,12 @@ def _inputs(size: Size, precision: str, device: torch.device) -> list[Tensor]:
     def softmax(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, generator=generator).softmax(-1)
 
-    root, left, right = softmax(n), softmax(n, 3 * n).to(rules_type), softmax(n, 3 * n).to(rules_type)
-    emissions = torch.randn(size.words * size.sentences, 2 * n, device=device, generator=generator) - 8
+    root, left, right = (
+        softmax(n if size.words != "ptb" else 3 * n),
+        softmax(n, 3 * n).to(rules_type),
+        softmax(n, 3 * n).to(rules_type),
+    )
+    emissions = torch.randn(sum(size.lengths), 2 * n, device=device, generator=generator) - 8
     return [tensor.requires_grad_() for tensor in (root, left, right, emissions)]
 
 
@@ -123,12 +153,12 @@ def _error(method: str, size: Size, precision: str, device: torch.device) -> flo
     """Of log Z against fp64 on the same rounded tensors, for two sentences."""
     small = size._replace(sentences=min(2, size.sentences))
     inputs = [tensor.detach() for tensor in _inputs(small, precision, device)]
-    lengths = [small.words] * small.sentences
+    lengths = small.lengths
     with torch.no_grad():
         ours = _function(method, precision)(Rules(*inputs[:3]), inputs[3], lengths).double()
         wide = [tensor.double() for tensor in inputs]
         truth = flash_inside.inside(Rules(*wide[:3]), wide[3], lengths, "fp64", "torch")
-    return ((ours - truth).abs() / truth.abs().clamp(min=small.words)).max().item()
+    return ((ours - truth).abs() / torch.maximum(truth.abs(), torch.tensor(lengths, device=device))).max().item()
 
 
 def _measure(
@@ -136,7 +166,7 @@ def _measure(
 ) -> dict[str, str | int | float]:
     row: dict[str, str | int | float] = dict.fromkeys(FIELDS, "")
     row |= {"method": method, "precision": precision if method in ("triton", "torch") else "fp32"}
-    row |= size._asdict() | _machine(device) | {"ceiling_tflops": round(ceiling, 1)}
+    row |= size._asdict() | machine(device) | {"ceiling_tflops": round(ceiling, 1)}
     try:
         row["error"] = error = _error(method, size, precision, device)
         if not error <= TOLERANCE[str(row["precision"])] * (10 if method.startswith("log") else 1):
@@ -161,7 +191,7 @@ def _times(
     method: str, size: Size, precision: str, device: torch.device, seconds: float
 ) -> tuple[list[float], tuple[int, int]]:
     """Milliseconds of single passes, and the two peaks of memory in bytes."""
-    inputs, lengths = _inputs(size, precision, device), [size.words] * size.sentences
+    inputs, lengths = _inputs(size, precision, device), size.lengths
     function = _function(method, precision)
 
     def forward_and_backward() -> None:
@@ -194,11 +224,11 @@ def _times(
     end = time.perf_counter() + seconds
     while len(times) < 5 or (time.perf_counter() < end and len(times) < 1000):
         clear()
-        times.append(_milliseconds(forward_and_backward, device))
+        times.append(milliseconds(forward_and_backward, device))
     return times, peaks
 
 
-def _milliseconds(function: Callable[[], object], device: torch.device) -> float:
+def milliseconds(function: Callable[[], object], device: torch.device) -> float:
     if device.type != "cuda":
         start = time.perf_counter()
         function()
@@ -216,11 +246,11 @@ def _ceiling(device: torch.device) -> float:
     """TFLOP/s of a large matrix product: bf16 on a GPU, fp32 on a CPU."""
     side, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    times = sorted(_milliseconds(lambda: a @ b, device) for _ in range(15))
+    times = sorted(milliseconds(lambda: a @ b, device) for _ in range(15))
     return 2 * side**3 / times[7] / 1e9
 
 
-def _machine(device: torch.device) -> dict[str, str]:
+def machine(device: torch.device) -> dict[str, str]:
     try:
         triton_version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

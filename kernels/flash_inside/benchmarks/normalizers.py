@@ -1,0 +1,121 @@
+"""`main(argv)`: time and peak memory of the emission's normalisers, forward + backward, checked against fp64 first.
+
+    python -m flash_inside.benchmarks.normalizers --grid 16384x10000x512,65536x65536x512 --precision tf32
+
+A size is preterminals x words x dimension. Memory is the peak above the two tables and their gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flash_inside.benchmarks.inside import machine, milliseconds
+from flash_inside.softmax import log_normalizers
+
+GRID = "16384x10000x512,65536x65536x512"
+#: Error allowed before anything is timed: of the normalisers (absolute) and of the gradients (relative in norm).
+TOLERANCE = {"fp32": (1e-4, 1e-4), "tf32": (5e-2, 2e-2), "bf16": (2e-1, 5e-2)}
+FIELDS = (
+    "preterminals", "words", "dimension", "precision", "p20_ms", "p50_ms", "p80_ms", "peak_gib", "tflops",
+    "error", "gradient_error", "device", "torch", "triton", "date", "note",
+)  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parse(argv)
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rows = []
+    for size in arguments.grid:
+        row = _measure(size, arguments.precision, device, arguments.seconds)
+        rows.append(row)
+        shown = row["note"] or f"{row['p50_ms']} ms  {row['peak_gib']} GiB  {row['tflops']} TFLOP/s"
+        print("x".join(map(str, size)), arguments.precision, shown, flush=True)
+    if arguments.csv:
+        with arguments.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(rows)
+    return 1 if any(row["note"] == "WRONG" for row in rows) else 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench emission", description="time the emission's normalisers")
+    parser.add_argument("--grid", type=_grid, default=_grid(GRID), help=f"sizes PxVxD (default {GRID})")
+    parser.add_argument("--precision", choices=tuple(TOLERANCE), default="tf32")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time to spend on each measurement")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
+    parser.add_argument("--csv", type=Path)
+    return parser.parse_args(argv)
+
+
+def _grid(text: str) -> list[tuple[int, int, int]]:
+    sizes = [tuple(map(int, part.split("x"))) for part in text.split(",")]
+    if any(len(size) != 3 or min(size) < 1 for size in sizes):
+        raise argparse.ArgumentTypeError("sizes are PRETERMINALSxWORDSxDIMENSION, such as 16384x10000x512")
+    return [(p, v, d) for p, v, d in sizes]
+
+
+def _tables(size: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """As after some training: logits with a standard deviation of about 3."""
+    preterminals, words, dimension = size
+    generator = torch.Generator(device).manual_seed(1)
+    scale = (3.0 / dimension**0.5) ** 0.5
+    features, embeddings = (
+        (torch.randn(rows, dimension, device=device, generator=generator) * scale).requires_grad_()
+        for rows in (preterminals, words)
+    )
+    return features, embeddings
+
+
+def _errors(size: tuple[int, int, int], precision: str, device: torch.device) -> tuple[float, float]:
+    """Against the dense computation in fp64, for the first few preterminals."""
+    features, embeddings = _tables((min(64, size[0]), size[1], size[2]), device)
+    wide = [table.detach().double().requires_grad_() for table in (features, embeddings)]
+    truth = torch.logsumexp(wide[0] @ wide[1].T, 1)
+    ours = log_normalizers(features, embeddings, precision)
+    expected = torch.autograd.grad(truth.sum(), wide)
+    found = torch.autograd.grad(ours.sum(), (features, embeddings))
+    gradient_error = max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True))
+    return (ours.double() - truth).abs().max().item(), gradient_error
+
+
+def _measure(size: tuple[int, int, int], precision: str, device: torch.device, seconds: float) -> dict[str, object]:
+    preterminals, words, dimension = size
+    row: dict[str, object] = dict.fromkeys(FIELDS, "")
+    row |= {"preterminals": preterminals, "words": words, "dimension": dimension, "precision": precision}
+    row |= machine(device)
+    row["error"], row["gradient_error"] = errors = _errors(size, precision, device)
+    if not all(error <= allowed for error, allowed in zip(errors, TOLERANCE[precision], strict=True)):
+        return row | {"note": "WRONG"}
+    features, embeddings = _tables(size, device)
+
+    def forward_and_backward() -> None:
+        features.grad = embeddings.grad = None
+        log_normalizers(features, embeddings, precision).sum().backward()
+
+    forward_and_backward()
+    if device.type == "cuda":
+        kept = 2 * (features.nbytes + embeddings.nbytes)
+        torch.cuda.reset_peak_memory_stats(device)
+        forward_and_backward()
+        row["peak_gib"] = round((torch.cuda.max_memory_allocated(device) - kept) / 2**30, 3)
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 5 or time.perf_counter() < end:
+        times.append(milliseconds(forward_and_backward, device))
+    times.sort()
+    for name, share in (("p20_ms", 0.2), ("p50_ms", 0.5), ("p80_ms", 0.8)):
+        row[name] = round(times[round(share * (len(times) - 1))], 4)
+    row["tflops"] = round(8 * preterminals * words * dimension / times[len(times) // 2] / 1e9, 1)
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())
