@@ -169,9 +169,10 @@ def info(
         _print_table(report)
 
 
-@bench.command(
-    name="inside", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-)
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@bench.command(name="inside", context_settings=_PASSED_ON)
 def bench_inside(context: typer.Context) -> None:
     """Time the inside algorithm over a grid of sizes, checked against fp64 first (--help shows its options)."""
     from flash_inside.benchmarks import inside
@@ -179,10 +180,15 @@ def bench_inside(context: typer.Context) -> None:
     raise typer.Exit(inside.main(context.args))
 
 
-@bench.command(
-    name="emission",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
+@bench.command(name="extremes", context_settings=_PASSED_ON)
+def bench_extremes(context: typer.Context) -> None:
+    """Check the inside algorithm on very peaked random grammars against fp64 (--help shows its options)."""
+    from flash_inside.benchmarks import extremes
+
+    raise typer.Exit(extremes.main(context.args))
+
+
+@bench.command(name="emission", context_settings=_PASSED_ON)
 def bench_emission(context: typer.Context) -> None:
     """Time the emission's normalisers, checked against fp64 first (--help shows its options)."""
     from flash_inside.benchmarks import normalizers

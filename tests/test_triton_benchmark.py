@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flash_inside
-from flash_inside.benchmarks import baselines, inside, lengths, normalizers
+from flash_inside.benchmarks import baselines, extremes, inside, lengths, normalizers
 from grammars import random_emissions, random_rules
 
 
@@ -82,3 +82,12 @@ def test_wrong_normalizers_are_not_timed(monkeypatch, capsys):
     monkeypatch.setattr(normalizers, "log_normalizers", lambda a, b, precision: a.sum(1) + b.sum() * 0)
     assert normalizers.main(["--grid", "4x5x6", "--seconds", "0", "--device", "cpu"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+def test_extremes(monkeypatch, capsys):
+    arguments = ["--batches", "3", "--nonterminals", "8", "--device", "cpu"]
+    assert extremes.main(arguments) == 0
+    assert " 0 wrong, 0 not finite" in capsys.readouterr().out
+    monkeypatch.setitem(extremes.TOLERANCE, "fp32", (0.0, 0.0))
+    assert extremes.main(arguments) == 1
+    assert " 3 wrong, 0 not finite" in capsys.readouterr().out
