@@ -12,6 +12,7 @@ import flash_inside
 from grammars import random_rules
 from lm_pcfg.grammar import analysis
 from lm_pcfg.grammar.boundary import Emission, Grammar, backward_through
+from lm_pcfg.grammar.computation import Computation
 from lm_pcfg.grammar.simple_pcfg import SimplePCFG
 from lm_pcfg.grammar.state_dropout import Kept, draw_kept
 from lm_pcfg.grammar.table_pcfg import TablePCFG
@@ -165,6 +166,25 @@ def test_gradients_gathered_on_the_grammar_equal_plain_autograd(kept):
     (-sum(plain.log_likelihood(*batch, precision="fp64").sum() for batch in batches) / 4).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-10, atol=1e-14, msg=name)
+
+
+def test_gradients_of_bf16_rules_are_gathered_in_fp32():
+    """Sixteen micro-batches, each of whose gradients bf16 would round away beside the sum of the others."""
+    model = make_model().float()
+    batches = [(torch.tensor([number % V, 4, 0]), [3]) for number in range(16)]
+    gradients = {}
+    for rules, precision in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        model.zero_grad()
+        grammar = model(None, Computation(rules=rules))
+        leaves = grammar.detached()
+        assert leaves.left.dtype == rules
+        for words, lengths in batches:
+            (-leaves.log_likelihood(words, lengths, precision=precision).sum()).backward()
+        assert leaves.left.grad.dtype == leaves.right.grad.dtype == torch.float32
+        backward_through(grammar, leaves).backward()
+        gradients[precision] = [parameter.grad.clone() for parameter in model.parameters()]
+    for narrow, wide in zip(gradients["bf16"], gradients["fp32"], strict=True):
+        assert (narrow - wide).norm() <= 2e-2 * wide.norm()
 
 
 def test_no_data_on_a_rank_gives_zero_gradients_and_not_none():
