@@ -2,4 +2,5 @@
 
 from lm_pcfg.cli import main
 
-main()
+if __name__ == "__main__":  # processes that prepare or read data import this module again
+    main()

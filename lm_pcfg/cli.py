@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from lm_pcfg import cli_data
 from lm_pcfg.console import progress, say
 from lm_pcfg.errors import UserError
 
@@ -25,6 +26,8 @@ app = typer.Typer(
 
 bench = typer.Typer(help="Measure.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
+app.command()(cli_data.prepare)
+bench.command(name="data")(cli_data.bench_data)
 
 
 @app.callback(invoke_without_command=True)

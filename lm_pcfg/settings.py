@@ -28,6 +28,33 @@ def _resume(value: object) -> bool | str:
     raise ValueError("should be false, auto or the path of a checkpoint")
 
 
+def _training_data(value: object) -> str | list[Any]:
+    """A name; a list of names (the shards of one corpus); or a list of {path, weight} (a mixture of corpora)."""
+    if isinstance(value, str) and value.strip():
+        return value
+    names = isinstance(value, list) and value and all(isinstance(item, str) and item.strip() for item in value)
+    if names:
+        return list(value)  # type: ignore[call-overload]
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        for item in value:
+            weight = item.get("weight", 1)
+            number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight <= 1000
+            if not (set(item) <= {"path", "weight"} and isinstance(item.get("path"), str) and item["path"] and number):
+                raise ValueError(f"has {item}, which should be {{path: ..., weight: a number above 0}}")
+        return [{"path": item["path"], "weight": item.get("weight", 1)} for item in value]
+    raise ValueError("should be a path, a list of paths, or a list of {path: ..., weight: ...}")
+
+
+TrainingData = Annotated[str | list[Any], PlainValidator(_training_data)]
+
+
+def _streaming(value: object) -> bool | str:
+    value = _switch(value)
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise ValueError("should be auto, true or false")
+
+
 Switch = Annotated[bool, BeforeValidator(_switch)]  # the loader keeps yes, no, on, off as text; here they mean a bool
 Resume = Annotated[bool | str, PlainValidator(_resume)]
 
@@ -90,15 +117,34 @@ class CurriculumSection(Section):
 
 
 class DataSection(Section):
-    train: str = setting(..., "training text, one sentence a line: a path, or embedded:train", min_length=1)
-    valid: str | None = setting(None, "validation text; null: no evaluation while training", min_length=1)
+    train: TrainingData = setting(
+        ..., "training text, one sentence a line: a file, folder, pattern, prepared corpus or embedded:train; "
+        "a list of files; or a mixture, a list of {path, weight}",
+    )  # fmt: skip
+    valid: str | None = setting(
+        None, "validation text or prepared corpus; null: no evaluation while training", min_length=1
+    )
+    field: str = setting("text", "which field of JSON lines or Parquet holds the text", min_length=1)
+    streaming: Annotated[bool | str, PlainValidator(_streaming)] = setting(
+        "auto", "true: read blocks of shards as they are needed; false: all into memory; auto: false for one text file"
+    )
+    workers: int = setting(0, "processes that read ahead for each rank, if streaming; 0: none", ge=0, le=256)
+    block_lines: Count = setting(16384, "lines that are shuffled and batched together, if streaming")
+    on_error: Literal["fail", "skip"] = setting(
+        "fail", "a shard or line that cannot be read: stop, or leave out and count"
+    )
+    index_folder: str = setting("data/index", "where the index of raw shards is kept", min_length=1)
     max_length: Count | None = setting(40, "training sentences with more words are left out; null: keep all")
     vocabulary: VocabularySection = setting(VocabularySection, "which words are known")
+    sentencepiece: str | None = setting(
+        None, "an existing SentencePiece model: pieces instead of words (data.vocabulary is not used)", min_length=1
+    )
     curriculum: CurriculumSection = setting(CurriculumSection, "short sentences first")
 
     @check(mode="after")
     def _fits(self) -> DataSection:
-        if "-" in (self.train, self.valid):
+        paths = [self.train] if isinstance(self.train, str) else self.train
+        if "-" in (*(item["path"] if isinstance(item, dict) else item for item in paths), self.valid):
             raise ValueError("train and valid cannot be standard input (-): they are read more than once; save a file")
         start = self.curriculum.start
         if start is not None and self.max_length is not None and start > self.max_length:

@@ -69,11 +69,17 @@ class BatchSource(Protocol):
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches of one optimizer step; as many on every rank, empty ones where data ran out."""
 
-    def steps_per_epoch(self, epoch: int) -> int | None:
-        """Optimizer steps; None where the amount of data is unknown."""
+    def steps_per_epoch(self, epoch: int) -> int:
+        """Optimizer steps."""
+
+    def batches_per_epoch(self, epoch: int) -> int:
+        """Over all ranks."""
+
+    def costliest_step(self, epoch: int) -> list[Batch]:
+        """The `accumulate` most expensive batches of an epoch, as one step; the position stays where it is."""
 
     def state(self) -> dict[str, Any]:
-        """The position, as JSON."""
+        """The position, as JSON: at least `epoch` and `batch`, the batches of it that were given out to all ranks."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
@@ -90,14 +96,15 @@ def plan_epoch(
     cost: int = 8000,
     seed: int = 0,
     epoch: int = 0,
+    block: tuple[int, ...] = (),
     shuffle: bool = True,
 ) -> list[np.ndarray]:
-    """Indices of the sentences of each batch; every sentence is in exactly one.
+    """Indices of the sentences of each batch; every sentence is in exactly one. Seeded by (seed, epoch, *block).
 
     Shuffling before a stable sort by length makes new batches of similar lengths each epoch. The number of batches and
     the lengths in them do not depend on seed and epoch. Without shuffling, batches go from short to long sentences.
     """
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch, *block])))
     lengths = np.asarray(lengths, dtype=np.int64)
     order = generator.permutation(len(lengths)) if shuffle else np.arange(len(lengths))
     order = order[np.argsort(lengths[order], kind="stable")]

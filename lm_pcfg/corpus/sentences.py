@@ -7,12 +7,15 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
-from lm_pcfg.corpus.vocabulary import Vocabulary
+from lm_pcfg.corpus.vocabularies import AnyVocabulary
+
+LINES_AT_A_TIME = 4096  # that are tokenised together
 
 
 @dataclass(frozen=True)
@@ -99,36 +102,38 @@ class Sentences:
 
 
 def encode_sentences(
-    numbered_lines: Iterable[tuple[int, str]], vocabulary: Vocabulary, limits: Limits | None = None
+    numbered_lines: Iterable[tuple[int, str]], vocabulary: AnyVocabulary, limits: Limits | None = None
 ) -> Sentences:
-    """From (line number, line) pairs."""
+    """From (line number, line) pairs. Lengths count what the vocabulary makes of a line: words, or pieces."""
     limits = limits or Limits()
     ids, offsets, numbers = array("i"), array("q", [0]), array("q")
     skipped = Skipped()
-    end = int(vocabulary.options.end_of_sentence)
-    for number, line in numbered_lines:
-        words = line.split()
-        if not words:
-            skipped.blank += 1
-        elif limits.max_length is not None and len(words) > limits.max_length:
-            skipped.too_long += 1
-        elif len(words) + end < limits.min_length:
-            skipped.too_short += 1
-        else:
-            ids.extend(vocabulary.encode(words))
-            offsets.append(len(ids))
-            numbers.append(number)
+    ending = [] if vocabulary.end_id is None else [vocabulary.end_id]
+    numbered_lines = iter(numbered_lines)
+    while some := list(islice(numbered_lines, LINES_AT_A_TIME)):
+        for (number, _), words in zip(some, vocabulary.tokenise([line for _, line in some]), strict=True):
+            if not words:
+                skipped.blank += 1
+            elif limits.max_length is not None and len(words) > limits.max_length:
+                skipped.too_long += 1
+            elif len(words) + len(ending) < limits.min_length:
+                skipped.too_short += 1
+            else:
+                ids.extend(words)
+                ids.extend(ending)
+                offsets.append(len(ids))
+                numbers.append(number)
     return Sentences(
         ids=np.array(ids, dtype=np.int32),
         offsets=np.array(offsets, dtype=np.int64),
         line_numbers=np.array(numbers, dtype=np.int64),
-        end_of_sentence=bool(end),
+        end_of_sentence=bool(ending),
         unknown_id=vocabulary.unknown_id,
         skipped=skipped,
     )
 
 
-def load_sentences(path_or_name: str | Path, vocabulary: Vocabulary, *, limits: Limits | None = None) -> Sentences:
+def load_sentences(path_or_name: str | Path, vocabulary: AnyVocabulary, *, limits: Limits | None = None) -> Sentences:
     """Of a path, '-' (standard input) or `embedded:train|valid|test`. May be empty: the caller decides what then."""
     lines = read_lines(resolve_source(path_or_name), name=display_name(path_or_name))
     return encode_sentences(lines, vocabulary, limits)

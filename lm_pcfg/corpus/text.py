@@ -1,7 +1,8 @@
-"""Reading text files, one sentence a line, with errors a user can act on."""
+"""Reading text files, one sentence a line, with errors a user can act on. `.gz` and `.zst` are read as they are."""
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,7 @@ EMBEDDED_PREFIX = "embedded:"
 # NUL bytes mark a binary file only near its start: one stray NUL far inside a large corpus is not worth a refusal.
 BINARY_CHECK_BYTES = 64 * 1024
 UTF8_BOM = b"\xef\xbb\xbf"
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}  # by suffix
 
 # (first bytes, what the file looks like, what to do about it)
 MAGIC: tuple[tuple[bytes, str, str], ...] = (
@@ -74,15 +76,15 @@ def read_lines(source: Path | str, *, name: str | None = None) -> Iterator[tuple
     The file is streamed. `name` is what error messages call it.
     """
     name = name or display_name(source)
-    with _open(source, name) as handle:
+    with open_text(source, name) as handle:
         if str(source) != STANDARD_INPUT and handle.seekable():
             # A file is judged before its first line is given out; a stream only line by line, so as not to wait.
-            _check_binary(handle.read(BINARY_CHECK_BYTES), name, start=True)
+            check_binary(handle.read(BINARY_CHECK_BYTES), name, start=True)
             handle.seek(0)
         offset = 0  # bytes before the line
         for number, raw in enumerate(_raw_lines(handle, name), start=1):
             if offset < BINARY_CHECK_BYTES:
-                _check_binary(raw[: BINARY_CHECK_BYTES - offset], name, start=offset == 0)
+                check_binary(raw[: BINARY_CHECK_BYTES - offset], name, start=offset == 0)
             content, content_offset = raw, offset
             if offset == 0 and content.startswith(UTF8_BOM):
                 content, content_offset = content[len(UTF8_BOM) :], len(UTF8_BOM)
@@ -100,13 +102,19 @@ def read_lines(source: Path | str, *, name: str | None = None) -> Iterator[tuple
             yield number, line
 
 
-def _open(source: Path | str, name: str) -> AbstractContextManager[BinaryIO]:
+def open_text(source: Path | str, name: str) -> AbstractContextManager[BinaryIO]:
+    """The bytes of a text, decompressed if its name says so."""
     if str(source) == STANDARD_INPUT:
         if sys.stdin is None:
             raise TextError("standard input is closed; give a file, or pipe text into the command")
         return nullcontext(sys.stdin.buffer)  # not ours to close
     try:
-        return open(source, "rb")
+        handle = open(source, "rb")  # noqa: SIM115 - the caller closes what it gets
+        if (codec := COMPRESSION.get(Path(source).suffix.lower())) is None:
+            return handle
+        import pyarrow  # says so when a stream ends too early, which Python's zstd readers do not
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(handle, codec), 1 << 17)
     except FileNotFoundError:
         raise TextError(f"{name}: no such file; check the path (relative paths start at {Path.cwd()})") from None
     except IsADirectoryError:
@@ -122,10 +130,13 @@ def _raw_lines(handle: BinaryIO, name: str) -> Iterator[bytes]:
     try:
         yield from handle  # binary files split at \n only
     except OSError as error:
-        raise TextError(f"{name}: reading failed ({error.strerror or error}); check the disk or the pipe") from None
+        what = f"{name}: reading failed ({error.strerror or error})"
+        if Path(name).suffix.lower() in COMPRESSION:
+            raise TextError(f"{what}; is the file whole? Copy or compress it again") from None
+        raise TextError(f"{what}; check the disk or the pipe") from None
 
 
-def _check_binary(head: bytes, name: str, *, start: bool) -> None:
+def check_binary(head: bytes, name: str, *, start: bool) -> None:
     """Refuse what is not text; `start`: head begins where the file does."""
     if start:
         for magic, looks_like, way_out in MAGIC:

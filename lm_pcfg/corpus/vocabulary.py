@@ -8,8 +8,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from lm_pcfg.errors import UserError
 
@@ -76,6 +77,11 @@ class Vocabulary:
         raw_counts: Counter[str] = Counter()
         for line in lines:
             raw_counts.update(line)
+        return cls.from_counts(raw_counts, options)
+
+    @classmethod
+    def from_counts(cls, raw_counts: Counter[str], options: VocabularyOptions) -> Vocabulary:
+        """From the words of the training text as they are written, with their counts."""
         counts: Counter[str] = Counter()
         for word, count in raw_counts.items():
             if word.split() != [word]:
@@ -117,6 +123,28 @@ class Vocabulary:
             ids.append(self.end_id)
         return ids
 
+    def tokenise(self, lines: Sequence[str]) -> list[list[int]]:
+        """Ids of the words of each line, without `<eos>`."""
+        id_of, unknown, options = self._id_of, self.unknown_id, self.options
+        if self._changes_words:
+            return [[id_of.get(normalise(word, options), unknown) for word in line.split()] for line in lines]
+        return [[id_of.get(word, unknown) for word in line.split()] for line in lines]
+
+    def stored(self, ids: Any) -> Any:
+        """Ids as a prepared corpus holds them, which know no `<eos>` (an array) -> ids here."""
+        return ids if self.end_id is None else ids + (ids >= self.end_id)
+
+    def with_end_of_sentence(self) -> Vocabulary:
+        """The same words, for sentences that end explicitly."""
+        if END_OF_SENTENCE in self._id_of:
+            raise VocabularyError(
+                f"the training text already contains {END_OF_SENTENCE!r}, so sentences would end twice; "
+                "remove it from the text, or use eos: implicit"
+            )
+        words = [UNKNOWN, END_OF_SENTENCE, *self.words[1:]]
+        return Vocabulary(words, replace(self.options, end_of_sentence=True), training_words=self.training_words,
+                          training_unknown=self.training_unknown)  # fmt: skip
+
     @property
     def hash(self) -> str:
         """sha256 over options and words: two vocabularies with the same hash encode alike."""
@@ -136,8 +164,8 @@ class Vocabulary:
             "options": asdict(self.options),
             "sha256": self.hash,
         }
-        _replace_file(folder / WORDS_FILE, "".join(f"{word}\n" for word in self.words))
-        _replace_file(folder / DESCRIPTION_FILE, json.dumps(description, indent=2) + "\n")
+        replace_file(folder / WORDS_FILE, "".join(f"{word}\n" for word in self.words).encode("utf-8"))
+        replace_file(folder / DESCRIPTION_FILE, (json.dumps(description, indent=2) + "\n").encode("utf-8"))
 
     @classmethod
     def load(cls, folder: Path) -> Vocabulary:
@@ -182,11 +210,11 @@ def normalise(word: str, options: VocabularyOptions) -> str:
     return word.lower() if options.lowercase else word
 
 
-def _replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Complete or absent: written beside and renamed."""
-    beside = path.with_name(path.name + ".tmp")
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with open(beside, "wb") as handle:
-        handle.write(text.encode("utf-8"))
+        handle.write(content)
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(beside, path)

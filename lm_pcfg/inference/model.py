@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from lm_pcfg.corpus.vocabulary import Vocabulary
+from lm_pcfg.corpus.vocabularies import AnyVocabulary, load_vocabulary
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.boundary import Grammar
 from lm_pcfg.grammar.build import build_model
@@ -23,7 +23,7 @@ Weights = Literal["auto", "ema", "raw"]
 @dataclass(frozen=True)
 class TrainedGrammar:
     grammar: Grammar
-    vocabulary: Vocabulary
+    vocabulary: AnyVocabulary
     settings: Settings
     checkpoint: Path
     state: dict[str, Any]
@@ -43,7 +43,7 @@ def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = 
     if not (run_folder / "config.yaml").exists():
         raise UserError(f"{folder} is not in a run folder: {run_folder} has no config.yaml; copy the whole run")
     settings = load_settings(run_folder / "config.yaml")
-    vocabulary = Vocabulary.load(run_folder / "vocab")
+    vocabulary = load_vocabulary(run_folder / "vocab")
     if loaded.state["vocabulary_hash"] != vocabulary.hash:
         raise UserError(f"{folder} was trained with another vocabulary than {run_folder / 'vocab'} holds")
     model = build_model(settings.model, len(vocabulary), settings.seed)

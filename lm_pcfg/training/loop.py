@@ -14,7 +14,7 @@ from flash_inside import Statistics
 from flash_inside.softmax import product_precision
 from lm_pcfg.console import Progress, duration, progress, say, warn
 from lm_pcfg.corpus.batches import Batch
-from lm_pcfg.corpus.vocabulary import Vocabulary
+from lm_pcfg.corpus.vocabularies import AnyVocabulary
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.boundary import backward_through
 from lm_pcfg.grammar.build import build_model
@@ -88,7 +88,7 @@ def dry_run(settings: Settings) -> dict[str, Any]:
 
 
 class Trainer:
-    def __init__(self, settings: Settings, engine: Engine, vocabulary: Vocabulary | None):
+    def __init__(self, settings: Settings, engine: Engine, vocabulary: AnyVocabulary | None):
         self.settings, self.engine = settings, engine
         self.corpora = data.load_corpora(settings, vocabulary)
         self.stream = data.training_stream(settings, self.corpora.train, rank=engine.rank, world_size=engine.world_size)
@@ -118,6 +118,9 @@ class Trainer:
         own = [float(sum(batch.n_sentences for batch in batches)), float(sum(batch.n_words for batch in batches))]
         sentences, words = self.engine.sums(own)  # of all ranks
         count = words + sentences if by_tokens else sentences
+        if not sentences:  # every rank's shard was lost: nothing to learn from, on any rank
+            self._count(Update(True, 0.0, 0.0, 0.0), 0.0, 0.0)
+            return True
 
         model = settings.model
         dropout = state_dropout_rate(model, position.step, self.total_steps)
@@ -291,10 +294,11 @@ class Trainer:
             "train/skipped": self.position.skipped,
             "train/recomputed": window.recomputed,
             "train/learning_rate": self.learning_rate,
+            **data.metrics(self.corpora.train, self.stream, self.engine.sums),
         }
         detail = "no finite update"
-        if updates:
-            tokens = window.words + window.sentences
+        tokens = window.words + window.sentences
+        if updates and tokens:
             train_perplexity = perplexity(window.nll / tokens)
             metrics |= {
                 "train/loss": window.nll / (tokens if self.settings.loss.normalise == "tokens" else window.sentences),

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
-from lm_pcfg.corpus.vocabulary import Vocabulary
+from lm_pcfg.corpus.vocabularies import AnyVocabulary, load_vocabulary
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
@@ -77,17 +77,17 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error.strerror or error}") from error
 
-    def begin(self, settings: Settings, vocabulary: Vocabulary) -> None:
+    def begin(self, settings: Settings, vocabulary: AnyVocabulary) -> None:
         """Write what a run is made of; it is not finished from now on."""
         with self.writing():
             vocabulary.save(self.path / "vocab")
             (self.path / "config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
             (self.path / "FINISHED").unlink(missing_ok=True)
 
-    def load_vocabulary(self, from_checkpoint: Path) -> Vocabulary:
+    def load_vocabulary(self, from_checkpoint: Path) -> AnyVocabulary:
         """Of the run that a checkpoint belongs to."""
         source = checkpoint.run_folder_of(from_checkpoint) / "vocab"
-        return Vocabulary.load(source)
+        return load_vocabulary(source)
 
     @property
     def tracking_id(self) -> str | None:

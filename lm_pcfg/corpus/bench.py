@@ -1,0 +1,148 @@
+"""`lm_pcfg bench data`: one epoch through the batcher, without a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lm_pcfg.console import progress
+from lm_pcfg.corpus.batches import BatchOptions
+from lm_pcfg.corpus.blocks import Histogram, ShardedCorpus
+from lm_pcfg.corpus.pieces import open_model
+from lm_pcfg.corpus.prepare_shards import write_ids
+from lm_pcfg.corpus.prepared import (
+    FORMAT,
+    MANIFEST,
+    SHARDS,
+    VOCABULARY,
+    PreparedCorpus,
+    ShardEntry,
+    is_prepared,
+    read_manifest,
+    vocabulary_of,
+)
+from lm_pcfg.corpus.raw_corpus import IndexStore, RawCorpus, RawOptions, build_vocabulary
+from lm_pcfg.corpus.sentences import Limits
+from lm_pcfg.corpus.shard_files import find_shards
+from lm_pcfg.corpus.shard_stream import ShardStream, Source
+from lm_pcfg.corpus.vocabularies import AnyVocabulary
+from lm_pcfg.corpus.vocabulary import UNKNOWN, Vocabulary, VocabularyOptions
+
+WORDS = 10_000
+SHARD_LINES = 250_000
+FIRST_BLOCKS = 8  # memory is measured from here on
+
+
+def measure(
+    inputs: list[str],
+    *,
+    lines: int,
+    sentencepiece: Path | None = None,
+    field: str = "text",
+    by: Literal["cost", "sentences"] = "cost",
+    max_length: int | None = 40,
+    workers: int = 0,
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="lm_pcfg_bench_") as scratch:
+        if not inputs:
+            make_up(Path(scratch) / "corpus", lines)
+            inputs = [str(Path(scratch) / "corpus")]
+        began = time.perf_counter()
+        corpus, vocabulary = _open(inputs, sentencepiece, field, Path(scratch) / "index")
+        opened = time.perf_counter() - began
+        options, limits = BatchOptions(by=by), Limits(max_length, 1)
+        stream = ShardStream([Source(corpus)], vocabulary, options, limits, workers=workers)
+        report = _one_epoch(stream)
+        stream.close()
+    kind = "prepared" if corpus.stores_ids else "raw"
+    return {"corpus": corpus.name, "kind": kind, "workers": workers, "open_seconds": round(opened, 2), **report}
+
+
+def _open(
+    inputs: list[str], sentencepiece: Path | None, field: str, index: Path
+) -> tuple[ShardedCorpus, AnyVocabulary]:
+    if len(inputs) == 1 and is_prepared(inputs[0]):
+        folder = Path(inputs[0])
+        return PreparedCorpus(folder), vocabulary_of(read_manifest(folder))
+    files, options, store = find_shards(inputs), RawOptions(field), IndexStore(index)
+    vocabulary: AnyVocabulary
+    if sentencepiece is not None:
+        vocabulary = open_model(sentencepiece)
+    else:
+        vocabulary = build_vocabulary(files, options, VocabularyOptions(size=WORDS), store, processes=1)
+    return RawCorpus(", ".join(inputs), files, options, vocabulary, store), vocabulary
+
+
+def _one_epoch(stream: ShardStream) -> dict[str, Any]:
+    batches = stream.batches_per_epoch(0)
+    blocks = sum(len(source.corpus.blocks) for source in stream.sources)
+    settled = min(batches - 1, batches * FIRST_BLOCKS // blocks)
+    words = sentences = largest = total = 0
+    early = peak = 0.0
+    began = time.perf_counter()
+    with progress("batches", batches) as bar:
+        for number in range(batches):
+            batch = next(stream)
+            words, sentences = words + batch.n_words, sentences + batch.n_sentences
+            total += batch.cost
+            if len(batch.lengths) > 1:  # a single sentence may be above the budget
+                largest = max(largest, batch.cost)
+            if number == settled:
+                early = _resident_megabytes()
+            if number % 1000 == 0:
+                peak = max(peak, _resident_megabytes())
+                bar.advance(min(1000, batches - number))
+    seconds = time.perf_counter() - began
+    peak = max(peak, _resident_megabytes())
+    return {
+        "lines": sentences,
+        "words": words,
+        "batches": batches,
+        "seconds": round(seconds, 2),
+        "words_per_second": round(words / seconds),
+        "largest_cost_over_mean": round(largest / (total / batches), 4),
+        "resident_mb_after_first_blocks": round(early, 1),
+        "resident_mb_most_after": round(peak, 1),
+        "resident_mb_growth": round(peak - early, 1),
+    }
+
+
+def _resident_megabytes() -> float:
+    """Of this process; its workers hold a block each."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def make_up(folder: Path, lines: int, seed: int = 0) -> None:
+    """A prepared corpus of random words: PTB's lengths (mean 21, standard deviation 10), Zipf's frequencies."""
+    (folder / SHARDS).mkdir(parents=True)
+    words = [UNKNOWN, *(f"w{k}" for k in range(1, WORDS))]
+    vocabulary = Vocabulary(words, VocabularyOptions(size=WORDS))
+    vocabulary.save(folder / VOCABULARY)
+    cumulative = np.cumsum(1.0 / np.arange(1, WORDS + 1))
+    entries: list[ShardEntry] = []
+    with progress("lines made up", lines) as bar:
+        for number, first in enumerate(range(0, lines, SHARD_LINES)):
+            count = min(SHARD_LINES, lines - first)
+            generator = np.random.default_rng([seed, number])
+            lengths = generator.gamma(4.3, 4.9, size=count).round().astype(np.int64).clip(1, 82)
+            draws = generator.random(int(lengths.sum())) * cumulative[-1]
+            ids = np.searchsorted(cumulative, draws).astype(np.int32)
+            entries.append(write_ids(folder / SHARDS / f"shard-{number:05d}.parquet", lengths, ids))
+            bar.advance(count)
+    histogram = Histogram.sum([group for entry in entries for group in entry.groups])
+    manifest = {
+        "format": FORMAT,
+        "counts": {"lines": lines, "words": histogram.words},
+        "vocabulary": {"kind": "words", "types": WORDS, "sha256": vocabulary.hash},
+        "damage": [],
+        "versions": {},
+        "shards": [entry.to_json() for entry in entries],
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest))

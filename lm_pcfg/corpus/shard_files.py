@@ -1,0 +1,382 @@
+"""The files of a corpus in many pieces: text, JSON lines or Parquet, each of them read a range of rows at a time.
+
+A row of a text is a line; a row of JSON lines or Parquet holds a text in one field, which may have several lines.
+Plain text and Parquet can be opened in the middle; a compressed text is read from its start, so best forward.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from lm_pcfg.corpus.text import (
+    BINARY_CHECK_BYTES,
+    COMPRESSION,
+    EMBEDDED_PREFIX,
+    UTF8_BOM,
+    TextError,
+    check_binary,
+    open_text,
+    resolve_source,
+)
+from lm_pcfg.errors import UserError
+
+JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
+TEXT_SUFFIXES = {".txt", ".text", ".tokens", ".raw"}  # what a folder is searched for; a file given by name may have any
+PARQUET_SUFFIXES = {".parquet", ".pq"}
+TREE_SUFFIXES = {".trees", ".mrg", ".ptb", ".txt", ".brackets"}
+PARQUET_ROWS_AT_A_TIME = 4096
+
+OnError = Literal["fail", "skip"]
+Row = bytes | str | None  # bytes of a text or JSON line, or the value of a Parquet field
+
+
+class ShardError(UserError):
+    """A shard that cannot be read; the message is one line and begins with the file's name."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive rows of a shard, and how to get there."""
+
+    shard: int  # number of the file
+    first_row: int  # in the file, from 0
+    rows: int
+    start: int = 0  # where to open it: byte of a plain text, row group of Parquet, 0 of a compressed text
+    skip: int = 0  # rows from there to the first one
+
+
+# ---- which files ----------------------------------------------------------------------------------------------------
+
+
+def find_shards(inputs: Sequence[str], *, trees: bool = False) -> list[Path]:
+    """Files, folders (searched below), glob patterns and `embedded:` names -> files; those of one input sorted."""
+    suffixes = TREE_SUFFIXES if trees else TEXT_SUFFIXES | JSON_SUFFIXES | PARQUET_SUFFIXES
+    files: list[Path] = []
+    for name in inputs:
+        if name.startswith(EMBEDDED_PREFIX):
+            files.append(_embedded(name) if trees else Path(resolve_source(name)))
+            continue
+        path = Path(name)
+        if path.is_dir():
+            below = [
+                file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts)
+            ]
+            found = sorted(file for file in below if _suffix(file) in suffixes and file.is_file())
+            if not found:
+                kinds = "bracketed trees" if trees else "text, JSON lines or Parquet"
+                raise TextError(f"{name}: no file of {kinds} in this folder ({', '.join(sorted(suffixes))})")
+            files += found
+        elif not path.exists() and glob.has_magic(name):
+            matches = sorted(Path(match) for match in glob.glob(name, recursive=True))
+            found = [match for match in matches if match.is_file()]
+            if not found:
+                raise TextError(f"{name}: no file matches this pattern (it starts at {Path.cwd()})")
+            files += found
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise TextError(f"{name}: no such file; check the path (relative paths start at {Path.cwd()})")
+    twice = {file for file in files if files.count(file) > 1} if len(set(files)) < len(files) else set()
+    if twice:
+        raise TextError(f"{min(twice)}: given twice; its lines would count twice")
+    return files
+
+
+def _suffix(path: Path) -> str:
+    """Without that of a compression."""
+    if path.suffix.lower() in COMPRESSION:
+        path = path.with_suffix("")
+    return path.suffix.lower()
+
+
+def _embedded(name: str) -> Path:
+    from lm_pcfg.corpus import embedded
+
+    try:
+        return embedded.resolve(name)
+    except (ValueError, OSError) as error:
+        raise TextError(str(error)) from error
+
+
+def is_parquet(path: Path) -> bool:
+    return path.suffix.lower() in PARQUET_SUFFIXES
+
+
+def is_json(path: Path) -> bool:
+    return _suffix(path) in JSON_SUFFIXES
+
+
+def opens_anywhere(path: Path) -> bool:
+    return path.suffix.lower() not in COMPRESSION
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def scan(path: Path, shard: int, field: str, rows: int) -> Iterator[tuple[Chunk, list[Row]]]:
+    """A shard from its start to its end, so many rows at a time; raises ShardError where it is damaged or empty.
+
+    What was read before the damage is given out first.
+    """
+    first_row = 0
+    for start, content in _pieces(path, field):
+        skip = 0
+        while part := _take(content, rows, path):
+            if isinstance(start, _ByteCount):
+                place = start.bytes_before
+                start.bytes_before += sum(map(len, part.rows))  # type: ignore[arg-type]
+                yield Chunk(shard, first_row, len(part.rows), place), part.rows
+            else:
+                yield Chunk(shard, first_row, len(part.rows), start, skip), part.rows
+            first_row += len(part.rows)
+            skip += len(part.rows)
+            if part.damage is not None:
+                raise part.damage
+    if first_row == 0:
+        raise ShardError(f"{path}: is empty; remove it, or pass over bad shards with on_error: skip")
+
+
+class _ByteCount:
+    """Where the next chunk of a plain text starts."""
+
+    bytes_before = 0
+
+
+@dataclass
+class _Part:
+    rows: list[Row]
+    damage: ShardError | None
+
+    def __bool__(self) -> bool:
+        return bool(self.rows) or self.damage is not None
+
+
+def _take(content: Iterator[Row], count: int, path: Path) -> _Part:
+    rows: list[Row] = []
+    damage = None
+    try:
+        for row in itertools.islice(content, count):
+            rows.append(row)  # what came before an error is kept
+    except ShardError as error:
+        damage = error
+    except (OSError, EOFError) as error:
+        damage = _reading_failed(path, error)
+    if damage is not None and not rows:
+        raise damage
+    return _Part(rows, damage)
+
+
+def _pieces(path: Path, field: str) -> Iterator[tuple[Any, Iterator[Row]]]:
+    """(place to open it, rows from there): the row groups of Parquet, or a text as a whole."""
+    if is_parquet(path):
+        for group in range(_parquet_groups(path, field)):
+            yield group, rows_from(path, field, group)
+    else:
+        yield (_ByteCount() if opens_anywhere(path) else 0), rows_from(path, field, 0)
+
+
+def rows_from(path: Path, field: str, start: int) -> Iterator[Row]:
+    """The rows from a place where the shard can be opened; of Parquet, those of one row group."""
+    if is_parquet(path):
+        yield from _parquet_rows(path, field, start)
+        return
+    try:
+        with open_text(path, str(path)) as handle:
+            if handle.seekable() and opens_anywhere(path):
+                if start == 0:
+                    check_binary(handle.read(BINARY_CHECK_BYTES), str(path), start=True)
+                handle.seek(start)
+            first = next(handle, b"")
+            if first and not opens_anywhere(path):
+                check_binary(first[:BINARY_CHECK_BYTES], str(path), start=True)
+            if first:
+                yield first
+            yield from handle
+    except TextError as error:
+        raise ShardError(str(error)) from None
+
+
+class RowReader:
+    """Reads chunks. The last stream stays open, so that the next chunk of the same shard costs no second start."""
+
+    def __init__(self, field: str):
+        self.field = field
+        self._place: tuple[Path, int] | None = None
+        self._stream: Iterator[Row] = iter(())
+        self._passed = 0  # rows of the stream that were given out or skipped
+
+    def read(self, path: Path, chunk: Chunk) -> list[Row]:
+        place = (path, chunk.start)
+        if self._place != place or self._passed > chunk.skip:
+            self._stream, self._place, self._passed = rows_from(path, self.field, chunk.start), place, 0
+        try:
+            for _ in itertools.islice(self._stream, chunk.skip - self._passed):
+                pass
+            rows = list(itertools.islice(self._stream, chunk.rows))
+        except (OSError, EOFError) as error:
+            self._place = None
+            raise _reading_failed(path, error) from None
+        except ShardError:
+            self._place = None
+            raise
+        self._passed = chunk.skip + len(rows)
+        if len(rows) != chunk.rows:
+            self._place = None
+            raise changed(path)
+        return rows
+
+
+def changed(path: Path) -> ShardError:
+    return ShardError(f"{path}: is not what it was when this run began (rows are missing or differ); put it back")
+
+
+def _reading_failed(path: Path, error: BaseException) -> ShardError:
+    if isinstance(error, FileNotFoundError):
+        return ShardError(f"{path}: no such file; it was there when the shards were listed")
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+    return ShardError(f"{path}: reading failed ({reason}); is the file whole? Copy it again")
+
+
+# ---- Parquet, through datasets --------------------------------------------------------------------------------------
+
+
+def _parquet_groups(path: Path, field: str) -> int:
+    """Number of row groups of a Parquet file, after looking whether it has the field."""
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names, groups = file.schema_arrow.names, file.num_row_groups
+    except (OSError, pyarrow.ArrowException) as error:
+        raise _damaged_parquet(path, error) from None
+    if field not in names:
+        raise ShardError(f"{path}: has no column {field!r}; its columns: {', '.join(names)} (choose one with field)")
+    return groups
+
+
+def _damaged_parquet(path: Path, error: BaseException) -> ShardError:
+    if isinstance(error, FileNotFoundError):
+        return _reading_failed(path, error)
+    reason = " ".join(str(error).split())[:200]
+    return ShardError(f"{path}: damaged Parquet file ({reason}); copy or make it again")
+
+
+@lru_cache(maxsize=8)
+def _parquet_stream(path: Path, field: str) -> Any:
+    """A `datasets` stream of Arrow tables whose shards are the row groups of the file."""
+    import datasets
+    import pyarrow.dataset
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is raised, and told in one line
+    verified = pyarrow.dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
+    stream = datasets.load_dataset(
+        "parquet", data_files={"train": [glob.escape(str(path.absolute()))]}, split="train", streaming=True,
+        columns=[field], fragment_scan_options=verified,
+    )  # fmt: skip
+    return stream.with_format("arrow").reshard()
+
+
+def parquet_tables(path: Path, field: str, group: int) -> Iterator[Any]:
+    """Arrow arrays of the field, together the rows of one row group."""
+    import pyarrow
+
+    try:
+        stream = _parquet_stream(path, field)
+        for table in stream.shard(stream.num_shards, group).iter(batch_size=PARQUET_ROWS_AT_A_TIME):
+            yield table.column(field).combine_chunks()
+    except (OSError, ValueError, IndexError, pyarrow.ArrowException) as error:
+        _parquet_stream.cache_clear()
+        if not path.exists():
+            raise _reading_failed(path, FileNotFoundError()) from None
+        raise _damaged_parquet(path, error) from None
+
+
+def _parquet_rows(path: Path, field: str, group: int) -> Iterator[Row]:
+    for array in parquet_tables(path, field, group):
+        for value in array.to_pylist():
+            if isinstance(value, list) and all(isinstance(word, str) for word in value):
+                value = " ".join(value)  # a text that was tokenised
+            if value is not None and not isinstance(value, str):
+                raise ShardError(
+                    f"{path}: column {field!r} holds {type(value).__name__}, not text; choose another field"
+                )
+            yield value
+
+
+# ---- rows to lines --------------------------------------------------------------------------------------------------
+
+
+def lines_of(rows: Sequence[Row], chunk: Chunk, path: Path, field: str, on_error: OnError) -> list[str | None]:
+    """The lines of a chunk; None is a line that cannot be read (invalid UTF-8 or JSON) under on_error: skip."""
+    if is_parquet(path):
+        return [line for row in rows for line in _split(str(row or ""))]
+    lines = _decoded(rows, chunk, path, on_error)
+    if not is_json(path):
+        return lines
+    return [line for number, text in enumerate(lines) for line in _of_json(text, chunk, number, path, field, on_error)]
+
+
+def _split(text: str) -> list[str]:
+    return text.removesuffix("\n").split("\n")
+
+
+def _decoded(rows: Sequence[Row], chunk: Chunk, path: Path, on_error: OnError) -> list[str | None]:
+    raw: list[bytes] = list(rows)  # type: ignore[arg-type]
+    if chunk.first_row == 0 and raw and raw[0].startswith(UTF8_BOM):
+        raw[0] = raw[0][len(UTF8_BOM) :]
+    with suppress(UnicodeDecodeError):
+        lines: list[str | None] = [*b"".join(raw).decode("utf-8").split("\n")]
+        if raw and raw[-1].endswith(b"\n"):
+            lines.pop()
+        if len(lines) == len(raw):
+            return lines
+    lines = []
+    for number, row in enumerate(raw, start=chunk.first_row + 1):
+        try:
+            lines.append(row.decode("utf-8").removesuffix("\n"))
+        except UnicodeDecodeError as error:
+            if on_error == "fail":
+                raise ShardError(
+                    f"{path}: line {number} is not valid UTF-8 (byte 0x{row[error.start]:02x}); if it is Latin-1, "
+                    "convert it with iconv -f latin1 -t utf-8, or leave such lines out with on_error: skip"
+                ) from None
+            lines.append(None)
+    return lines
+
+
+def _of_json(
+    text: str | None, chunk: Chunk, number: int, path: Path, field: str, on_error: OnError
+) -> list[str] | list[None]:
+    if text is None:
+        return [None]
+    if not text.strip():
+        return [""]
+    try:
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError("not an object")
+        if field not in value:
+            raise ValueError(
+                f"has no field {field!r}; its fields: {', '.join(value) or 'none'} (choose one with field)"
+            )
+        content = value[field]
+        if isinstance(content, list) and all(isinstance(word, str) for word in content):
+            content = " ".join(content)
+        if content is not None and not isinstance(content, str):
+            raise ValueError(f"field {field!r} holds {type(content).__name__}, not text")
+        (content or "").encode("utf-8")  # JSON can spell half a character, which is no text
+    except (ValueError, RecursionError) as error:
+        if on_error == "skip":
+            return [None]
+        reason = "invalid JSON" if isinstance(error, json.JSONDecodeError) else " ".join(str(error).split())
+        raise ShardError(f"{path}: line {chunk.first_row + number + 1}: {reason}") from None
+    return _split(content or "")
