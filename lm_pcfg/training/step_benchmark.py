@@ -87,7 +87,7 @@ def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
     row |= {
         "nonterminals": model.nonterminals, "preterminals": model.preterminals, "sentences": settings.batch.sentences,
         "state_dropout": model.state_dropout, "inside_precision": settings.inside.precision,
-        "networks_precision": settings.networks.precision, "data": str(settings.data.train),
+        "networks_precision": settings.networks.precision, "data": Path(str(settings.data.train)).name,
         "device": _device_name(engine.device), "torch": importlib.metadata.version("torch"),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }  # fmt: skip
