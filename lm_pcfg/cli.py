@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lm_pcfg.console import progress, say
+from lm_pcfg.console import progress, say, warn
 from lm_pcfg.errors import UserError
 
 app = typer.Typer(
@@ -208,6 +208,26 @@ def bench_step(
     from lm_pcfg.training import step_benchmark
 
     step_benchmark.main(config, overrides or [], *grid, steps, csv, plot)
+
+
+@bench.command(name="ngram")
+def bench_ngram(
+    train: Annotated[str, typer.Option(metavar="FILE", help="Training text, one sentence a line.")],
+    test: Annotated[str, typer.Option(metavar="FILE", help="Text to score.")],
+    order: Annotated[int, typer.Option(min=1, max=9, help="Words of the longest n-gram.")] = 5,
+    vocabulary_size: Annotated[
+        int | None, typer.Option(min=1, help="Most word types, as data.vocabulary.size; default: all.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity of a text under a Kneser-Ney n-gram model and a unigram model: baselines on the same tokens."""
+    from lm_pcfg.baselines import ngram
+
+    report = ngram.compare(train, test, order, vocabulary_size, warn)
+    if as_json:
+        _print_json(report)
+    else:
+        _print_table(report)
 
 
 def _numbers(option: str, text: str) -> list[int]:
