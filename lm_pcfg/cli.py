@@ -169,6 +169,31 @@ def info(
         _print_table(report)
 
 
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN_FOLDER...", help="Such as runs/tiny.")],
+    plot: Annotated[Path | None, typer.Option(help="Write the learning curves here, as SVG.")] = None,
+    reach: Annotated[float | None, typer.Option(help="Validation perplexity to find the training time of.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Figures and learning curves of runs, from their metrics.jsonl."""
+    if reach is not None and not 1 <= reach < math.inf:
+        raise typer.BadParameter(f"--reach {reach} should be a perplexity: a number of at least 1")
+    from lm_pcfg.inference import curve_plot, learning_curves
+
+    runs = learning_curves.read_runs(folders, warn)
+    lines = [learning_curves.summary(run, reach) for run in runs]
+    if as_json:
+        print(json.dumps({"runs": lines}, allow_nan=False))
+    else:
+        print(learning_curves.table(lines))
+    if plot is not None:
+        try:
+            plot.write_text(curve_plot.draw(runs, reach), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {plot}: {error.strerror}") from None
+
+
 @bench.command(
     name="inside", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )

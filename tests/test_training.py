@@ -49,7 +49,7 @@ def stop_after(monkeypatch, steps: int, number: int = signal.SIGTERM) -> None:
 
 
 def metrics_without_times(run_folder: Path) -> list[dict]:
-    timed = {"time", "train/words_per_second", "train/sentences_per_second", "valid/seconds"}
+    timed = {"time", "train/words_per_second", "train/sentences_per_second", "train/seconds", "valid/seconds"}
     return [
         {key: value for key, value in line.items() if key not in timed}
         for line in read_metrics(run_folder / "metrics.jsonl")

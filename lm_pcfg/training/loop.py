@@ -196,7 +196,7 @@ class Trainer:
     def _loop(self, stop: StopSignals, bar: Progress) -> tuple[bool, str]:
         """Whether the run came to its own end, and why it ended, in words."""
         settings, position = self.settings, self.position
-        self._last_log = time.perf_counter()
+        self._clock = time.perf_counter()
         if position.evaluation_pending:  # the run was stopped between a step and its evaluation
             self._evaluate(bar)
             self._save()
@@ -278,12 +278,17 @@ class Trainer:
         if self.engine.is_main:
             mark = "  best so far" if improved else ""
             bar.message(f"step {self.position.step}: {result.describe()} ({duration(result.seconds)}){mark}")
-        self._last_log = time.perf_counter()
+        self._clock = time.perf_counter()
+
+    def _take_time(self) -> None:
+        """The window has all seconds of training up to now."""
+        before, self._clock = self._clock, time.perf_counter()
+        self.position.window.seconds += self._clock - before
 
     def _log_window(self, epoch: int) -> str:
         """Write the sums since the last time; what the progress line shows."""
-        window, now = self.position.window, time.perf_counter()
-        seconds, self._last_log = now - self._last_log, now
+        self._take_time()
+        window, seconds = self.position.window, self.position.window.seconds
         self.position.window = Window()
         updates = window.steps - window.skipped
         metrics: dict[str, float] = {
@@ -291,6 +296,7 @@ class Trainer:
             "train/skipped": self.position.skipped,
             "train/recomputed": window.recomputed,
             "train/learning_rate": self.learning_rate,
+            "train/seconds": round(seconds, 6),
         }
         detail = "no finite update"
         if updates:
@@ -340,6 +346,7 @@ class Trainer:
         if position.skipped_in_a_row:
             return
         self._saved_step = position.step
+        self._take_time()
         position.ema_updates = self.average.updates if self.average else 0
         learner = self.learner
         tensors = {  # all processes take part in gathering these, one writes them
