@@ -18,6 +18,7 @@ from lm_pcfg.corpus.vocabulary import Vocabulary
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.boundary import backward_through
 from lm_pcfg.grammar.build import build_model
+from lm_pcfg.grammar.feature_dropout import FeatureDropout
 from lm_pcfg.grammar.likelihood import perplexity
 from lm_pcfg.grammar.state_dropout import draw_kept
 from lm_pcfg.settings import Settings
@@ -120,14 +121,15 @@ class Trainer:
         count = words + sentences if by_tokens else sentences
 
         model = settings.model
-        dropout = state_dropout_rate(model, position.step, self.total_steps)
-        kept = draw_kept(model.nonterminals, model.preterminals, dropout, seed=settings.seed, step=position.step)
+        rate = state_dropout_rate(model, position.step, self.total_steps)
+        kept = draw_kept(model.nonterminals, model.preterminals, rate, seed=settings.seed, step=position.step)
+        dropout = FeatureDropout(model.embedding_dropout, model.feature_dropout, settings.seed, position.step)
         factor = learning_rate_factor(settings.optimizer.schedule, position.step, self.total_steps)
         self.learning_rate = settings.optimizer.learning_rate * factor
         nll = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         statistics = Statistics()
         with product_precision(self.computation.precision):
-            grammar = self.learner.model(kept, self.computation)
+            grammar = self.learner.model(kept, self.computation._replace(dropout=dropout))
             leaves = grammar.detached()
             for batch in batches:
                 if batch.n_sentences:
