@@ -62,7 +62,9 @@ def read_runs(folders: Sequence[Path], warn: Callable[[str], None]) -> list[Run]
 def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
     config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
     if not (config.is_file() or metrics.is_file()):
-        raise UserError(f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl")
+        raise UserError(
+            f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl; give one like runs/tiny"
+        )
     run = Run(name, finished=(folder / "FINISHED").exists())
     settings = _read_config(config, warn)
     run.nonterminals = _whole(settings, "model", "nonterminals")
