@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lm_pcfg import cli_data
-from lm_pcfg.console import progress, say
+from lm_pcfg.console import progress, say, warn
 from lm_pcfg.errors import UserError
 
 app = typer.Typer(
@@ -172,6 +172,31 @@ def info(
         _print_table(report)
 
 
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN_FOLDER...", help="Such as runs/tiny.")],
+    plot: Annotated[Path | None, typer.Option(help="Write the learning curves here, as SVG.")] = None,
+    reach: Annotated[float | None, typer.Option(help="Validation perplexity to find the training time of.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Figures and learning curves of runs, from their metrics.jsonl."""
+    if reach is not None and not 1 <= reach < math.inf:
+        raise typer.BadParameter(f"--reach {reach} should be a perplexity: a number of at least 1")
+    from lm_pcfg.inference import curve_plot, learning_curves
+
+    runs = learning_curves.read_runs(folders, warn)
+    lines = [learning_curves.summary(run, reach) for run in runs]
+    if as_json:
+        print(json.dumps({"runs": lines}, allow_nan=False))
+    else:
+        print(learning_curves.table(lines))
+    if plot is not None:
+        try:
+            plot.write_text(curve_plot.draw(runs, reach), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {plot}: {error.strerror}") from None
+
+
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -217,6 +242,26 @@ def bench_step(
     from lm_pcfg.training import step_benchmark
 
     step_benchmark.main(config, overrides or [], *grid, steps, csv, plot)
+
+
+@bench.command(name="ngram")
+def bench_ngram(
+    train: Annotated[str, typer.Option(metavar="FILE", help="Training text, one sentence a line.")],
+    test: Annotated[str, typer.Option(metavar="FILE", help="Text to score.")],
+    order: Annotated[int, typer.Option(min=1, max=9, help="Words of the longest n-gram.")] = 5,
+    vocabulary_size: Annotated[
+        int | None, typer.Option(min=1, help="Most word types, as data.vocabulary.size; default: all.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity of a text under a Kneser-Ney n-gram model and a unigram model: baselines on the same tokens."""
+    from lm_pcfg.baselines import ngram
+
+    report = ngram.compare(train, test, order, vocabulary_size, warn)
+    if as_json:
+        _print_json(report)
+    else:
+        _print_table(report)
 
 
 def _numbers(option: str, text: str) -> list[int]:

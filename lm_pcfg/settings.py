@@ -163,6 +163,10 @@ class ModelSection(Section):
     nonterminals: Count = setting(..., "number of nonterminal symbols")
     preterminals: Count = setting(None, "number of preterminal symbols; null: twice the nonterminals")
     dimension: Count = setting(512, "dimension of the embeddings and networks")
+    word_dimension: Count | None = setting(
+        None, "dimension of a smaller word table, which a matrix takes to `dimension`; null: the same"
+    )
+    emission_temperature: float = setting(1.0, "divides the logits of words given a preterminal", gt=0)
     parameterization: Literal["paper", "released", "tables"] = setting(
         "paper", "networks of the paper, of its released code, or free logits without networks (small grammars)"
     )
@@ -173,6 +177,10 @@ class ModelSection(Section):
     state_dropout_until: float | None = setting(
         None, "fraction of the steps over which state dropout falls linearly to 0; null: it stays", gt=0, le=1
     )
+    embedding_dropout: Fraction = setting(0.0, "fraction of each symbol embedding's coordinates dropped at each step")
+    feature_dropout: Fraction = setting(
+        0.0, "fraction of the coordinates dropped at each step just before the softmax over words"
+    )
 
     @check(mode="before")
     @classmethod
@@ -182,6 +190,14 @@ class ModelSection(Section):
             given = data.get("nonterminals")  # if that is wrong, it will be the only thing reported
             return data | {"preterminals": 2 * given if type(given) is int and given > 0 else 1}
         return data
+
+    @check(mode="after")
+    def _networks_have_what_is_asked_for(self) -> ModelSection:
+        if self.parameterization == "tables":
+            for key in ("word_dimension", "emission_temperature", "embedding_dropout", "feature_dropout"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} needs networks; use parameterization paper or released")
+        return self
 
 
 class InsideSection(Section):

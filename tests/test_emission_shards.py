@@ -16,6 +16,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.boundary import backward_through
 from lm_pcfg.grammar.computation import Computation
 from lm_pcfg.grammar.emission_shards import EmissionShards
+from lm_pcfg.grammar.feature_dropout import FeatureDropout
 from lm_pcfg.grammar.simple_pcfg import SimplePCFG
 from lm_pcfg.grammar.state_dropout import Kept, draw_kept
 from lm_pcfg.training.computation import shard_count
@@ -41,20 +42,26 @@ def subset(dropout: float) -> Kept | None:
     return draw_kept(N, P, dropout, seed=3, step=7)
 
 
-def dense_loss(model: SimplePCFG, kept: Kept | None) -> torch.Tensor:
+def coordinates(dropout: float) -> FeatureDropout:
+    """Every process has to drop the same ones."""
+    return FeatureDropout(dropout / 2, dropout, seed=3, step=7)
+
+
+def dense_loss(model: SimplePCFG, kept: Kept | None, dropped: FeatureDropout) -> torch.Tensor:
     """Mean -log p with every matrix in full, and log space."""
     nonterminals, preterminals = model.symbols[:N], model.symbols[N:]
     root_output = model.root_output
     if kept is not None:
         nonterminals, preterminals = nonterminals[kept.nonterminals], preterminals[kept.preterminals]
         root_output = root_output[torch.cat((kept.nonterminals, N + kept.preterminals))]
+    nonterminals, preterminals = dropped.embeddings(nonterminals, 0), dropped.embeddings(preterminals, 1)
     symbols = torch.cat((nonterminals, preterminals))
     left, right = (
         torch.softmax(model.parent(nonterminals) @ child(symbols).T, 1)
         for child in (model.left_child, model.right_child)
     )
     root = torch.softmax((root_output @ model.root_network(model.start).T).squeeze(1), 0)
-    emission = torch.log_softmax(model.emission_network(preterminals) @ model.words.T, 1)  # [P, V]
+    emission = torch.log_softmax(dropped.features(model.emission_network(preterminals)) @ model.words.T, 1)  # [P, V]
     words = torch.from_numpy(np.concatenate(SENTENCES))
     log_z = flash_inside.inside(
         Rules(root, left, right), emission[:, words].T, [len(s) for s in SENTENCES], "fp64", "reference"
@@ -87,7 +94,8 @@ def one_process(rank: int, folder: str, expected: dict) -> None:
             for shards in (number for number in range(1, world + 1) if world % number == 0):
                 for (name, deal), dropout in itertools.product(DEALS.items(), (0.0, 0.4)):
                     model, kept = model_of(), subset(dropout)
-                    how = Computation("fp64", shards=EmissionShards(shards, rank, world) if shards > 1 else None)
+                    parts = EmissionShards(shards, rank, world) if shards > 1 else None
+                    how = Computation("fp64", shards=parts, dropout=coordinates(dropout))
                     loss = torch.tensor(sharded_loss(model, kept, how, deal(rank, world), world), dtype=torch.float64)
                     dist.all_reduce(loss)
                     case = f"{world} processes, {shards} shards, {name}, dropout {dropout}"
@@ -110,7 +118,7 @@ def test_loss_and_gradients_equal_the_dense_ones_on_1_to_4_processes(tmp_path):
     expected = {}
     for dropout in (0.0, 0.4):
         model = model_of()
-        loss = dense_loss(model, subset(dropout))
+        loss = dense_loss(model, subset(dropout), coordinates(dropout))
         expected[dropout] = loss.item(), torch.autograd.grad(loss, list(model.parameters()))
     mp.spawn(one_process, (str(tmp_path), expected), nprocs=4)
 

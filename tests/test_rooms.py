@@ -11,6 +11,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FORBIDDEN = {
     "kernels/flash_inside": ["lm_pcfg"],
     "lm_pcfg/corpus": ["flash_inside", "torch", *(f"lm_pcfg.{room}" for room in ("grammar", "training", "inference"))],
+    "lm_pcfg/baselines": ["torch", *(f"lm_pcfg.{room}" for room in ("grammar", "training", "inference"))],
     "lm_pcfg/grammar": ["lm_pcfg.training", "lm_pcfg.inference"],
     "lm_pcfg/training": ["lm_pcfg.inference"],
     "lm_pcfg/inference": ["lm_pcfg.training.loop"],

@@ -27,6 +27,8 @@ def build_model(model: ModelSection, words: int, seed: int) -> nn.Module:
         preterminals=model.preterminals,
         words=words,
         dimension=model.dimension,
+        word_dimension=model.word_dimension,
+        emission_temperature=model.emission_temperature,
         parameterization=model.parameterization,
         root_over=model.root,
         init="xavier_normal" if init.scheme == "normal" else init.scheme,

@@ -25,6 +25,9 @@ class SimplePCFG(nn.Module):
                     f5: Linear, Res, Res                         f5: Linear, Res, Res, Res and an outer skip
 
     f2, f3, f4 are relu(W x + b) + x;  Res(x) = relu(W2 relu(W1 x + b1) + b2) + x.
+
+    Ours, off by default: word_dimension, u_w = W' v_w with a smaller table v (computed as (W'^T f5) . v_w, which is
+    cheaper); emission_temperature divides the emission's logits.
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class SimplePCFG(nn.Module):
         preterminals: int,
         words: int,
         dimension: int = 512,
+        word_dimension: int | None = None,
+        emission_temperature: float = 1.0,
         parameterization: str = "paper",
         root_over: str = "all",
         init: str = "xavier_normal",
@@ -45,11 +50,13 @@ class SimplePCFG(nn.Module):
         super().__init__()
         self.nonterminals, self.preterminals = nonterminals, preterminals
         self.parameterization = parameterization
+        self.emission_temperature = emission_temperature
         roots = nonterminals + preterminals if root_over == "all" else nonterminals
         self.roots = roots
         self.start = nn.Parameter(torch.empty(1, dimension))
         self.symbols = nn.Parameter(torch.empty(nonterminals + preterminals, dimension))
-        self.words = nn.Parameter(torch.empty(words, dimension))
+        self.words = nn.Parameter(torch.empty(words, word_dimension or dimension))
+        self.word_projection = nn.Linear(dimension, word_dimension, bias=False) if word_dimension else nn.Identity()
         self.left_child = ResidualLayer(dimension)
         self.right_child = ResidualLayer(dimension)
         self.parent = ResidualLayer(dimension)
@@ -82,6 +89,8 @@ class SimplePCFG(nn.Module):
             root_rows = kept.nonterminals
             if self.roots > self.nonterminals:
                 root_rows = torch.cat((kept.nonterminals, kept.preterminals + self.nonterminals))
+        nonterminals = how.dropout.embeddings(nonterminals, 0)
+        preterminals = how.dropout.embeddings(preterminals, 1)
         symbols = torch.cat((nonterminals, preterminals))  # [N+P, d]
 
         left, right, *entrances = child_probabilities(
@@ -95,6 +104,9 @@ class SimplePCFG(nn.Module):
             features = features + preterminals
             root_logits = (self.symbols[root_rows] @ self.start.T).squeeze(1)
         root = root_logits.double().softmax(-1)
+        features = self.word_projection(how.dropout.features(features))  # [P, d of the words]
+        if self.emission_temperature != 1.0:
+            features = features / self.emission_temperature
         how.mark("networks")
         # A view of the word table: the micro-batches' gradients must reach it through this graph alone.
         emission = Emission.of(features, self.words.view_as(self.words), how)

@@ -18,6 +18,7 @@ from lm_pcfg.corpus.vocabularies import AnyVocabulary
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.boundary import backward_through
 from lm_pcfg.grammar.build import build_model
+from lm_pcfg.grammar.feature_dropout import FeatureDropout
 from lm_pcfg.grammar.likelihood import perplexity
 from lm_pcfg.grammar.state_dropout import draw_kept
 from lm_pcfg.settings import Settings
@@ -123,14 +124,15 @@ class Trainer:
             return True
 
         model = settings.model
-        dropout = state_dropout_rate(model, position.step, self.total_steps)
-        kept = draw_kept(model.nonterminals, model.preterminals, dropout, seed=settings.seed, step=position.step)
+        rate = state_dropout_rate(model, position.step, self.total_steps)
+        kept = draw_kept(model.nonterminals, model.preterminals, rate, seed=settings.seed, step=position.step)
+        dropout = FeatureDropout(model.embedding_dropout, model.feature_dropout, settings.seed, position.step)
         factor = learning_rate_factor(settings.optimizer.schedule, position.step, self.total_steps)
         self.learning_rate = settings.optimizer.learning_rate * factor
         nll = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         statistics = Statistics()
         with product_precision(self.computation.precision):
-            grammar = self.learner.model(kept, self.computation)
+            grammar = self.learner.model(kept, self.computation._replace(dropout=dropout))
             leaves = grammar.detached()
             for batch in batches:
                 if batch.n_sentences:
@@ -199,7 +201,7 @@ class Trainer:
     def _loop(self, stop: StopSignals, bar: Progress) -> tuple[bool, str]:
         """Whether the run came to its own end, and why it ended, in words."""
         settings, position = self.settings, self.position
-        self._last_log = time.perf_counter()
+        self._clock = time.perf_counter()
         if position.evaluation_pending:  # the run was stopped between a step and its evaluation
             self._evaluate(bar)
             self._save()
@@ -281,12 +283,17 @@ class Trainer:
         if self.engine.is_main:
             mark = "  best so far" if improved else ""
             bar.message(f"step {self.position.step}: {result.describe()} ({duration(result.seconds)}){mark}")
-        self._last_log = time.perf_counter()
+        self._clock = time.perf_counter()
+
+    def _take_time(self) -> None:
+        """The window has all seconds of training up to now."""
+        before, self._clock = self._clock, time.perf_counter()
+        self.position.window.seconds += self._clock - before
 
     def _log_window(self, epoch: int) -> str:
         """Write the sums since the last time; what the progress line shows."""
-        window, now = self.position.window, time.perf_counter()
-        seconds, self._last_log = now - self._last_log, now
+        self._take_time()
+        window, seconds = self.position.window, self.position.window.seconds
         self.position.window = Window()
         updates = window.steps - window.skipped
         metrics: dict[str, float] = {
@@ -295,6 +302,7 @@ class Trainer:
             "train/recomputed": window.recomputed,
             "train/learning_rate": self.learning_rate,
             **data.metrics(self.corpora.train, self.stream, self.engine.sums),
+            "train/seconds": round(seconds, 6),
         }
         detail = "no finite update"
         tokens = window.words + window.sentences
@@ -344,6 +352,7 @@ class Trainer:
         if position.skipped_in_a_row:
             return
         self._saved_step = position.step
+        self._take_time()
         position.ema_updates = self.average.updates if self.average else 0
         learner = self.learner
         tensors = {  # all processes take part in gathering these, one writes them

@@ -18,6 +18,7 @@ class Window:
     gradient_norm: float = 0.0
     skipped: int = 0
     recomputed: float = 0.0
+    seconds: float = 0.0  # of training: without evaluations, and without the time in which a run stood still
 
 
 @dataclass

@@ -1,0 +1,48 @@
+"""Dropout of coordinates: a random part of the embeddings or features of each symbol is 0 for an optimizer step.
+
+The choice is a hash of (seed, step, coordinate), computed where the tensor is: the same on every rank, whatever its
+device, and after a resume. Processes that share out the emission's normalisers have to agree on it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_LOW_32_BITS = 0xFFFFFFFF
+
+
+class FeatureDropout(NamedTuple):
+    """The rates of a step; the default drops nothing."""
+
+    embedding_rate: float = 0.0  # of symbol embeddings, before the networks
+    feature_rate: float = 0.0  # of the preterminals' features, before the softmax over words
+    seed: int = 0
+    step: int = 0
+
+    def embeddings(self, x: Tensor, kind: int) -> Tensor:
+        """kind: 0 for nonterminals, 1 for preterminals."""
+        return self._drop(x, self.embedding_rate, kind)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self._drop(x, self.feature_rate, 2)
+
+    def _drop(self, x: Tensor, rate: float, stream: int) -> Tensor:
+        """What is kept grows by 1 / (1 - rate), so that the expectation stays."""
+        if rate <= 0.0:
+            return x
+        return x * (self._kept(x, rate, stream) / (1.0 - rate)).to(x.dtype)
+
+    def _kept(self, like: Tensor, rate: float, stream: int) -> Tensor:
+        key = np.random.SeedSequence([self.seed, self.step, stream, 0xFEA7]).generate_state(2)
+        # A linear sequence of its own for each key, then a 32-bit mix; no product leaves the range of int64.
+        x = torch.arange(like.numel(), device=like.device) * int(key[0] >> 1 | 1) + int(key[1])
+        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+            x = x & _LOW_32_BITS
+            x = (x ^ (x >> shift)) * factor
+        x = x & _LOW_32_BITS
+        x = x ^ (x >> 15)
+        return (x >= round(rate * 2**32)).view(like.shape)

@@ -1,0 +1,37 @@
+"""Every recipe in configs/ can be loaded, and makes a step once it is made small."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from lm_pcfg.settings_file import load_settings
+from lm_pcfg.training import loop
+from texts import write_text
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+FILES = sorted(CONFIGS.rglob("*.yaml"))
+NAMES = [str(path.relative_to(CONFIGS)) for path in FILES]
+SMALL = ["model.nonterminals=4", "model.preterminals=6", "model.dimension=8", "device=cpu", "threads=1"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_a_recipe_makes_a_step(path, tmp_path):
+    text = str(write_text(tmp_path / "text", 40))
+    settings = load_settings(path, [*SMALL, f"data.train={text}", f"data.valid={text}"])
+    report = loop.dry_run(settings)
+    assert report["total_steps"] > 0
+    assert math.isfinite(report["nll_per_sentence"])
+
+
+def test_the_papers_hyper_parameters():
+    settings = load_settings(CONFIGS / "paper" / "ptb_lm_8192.yaml")
+    model, optimizer = settings.model, settings.optimizer
+    assert (model.nonterminals, model.preterminals, model.dimension) == (8192, 16384, 512)
+    assert (model.parameterization, str(model.init), model.root) == ("paper", "xavier_normal", "nonterminals")
+    assert (model.state_dropout, settings.ema.decay, settings.loss.normalise) == (0.0, None, "sentences")
+    assert (optimizer.learning_rate, optimizer.betas, optimizer.clip) == (2e-3, [0.75, 0.999], 3.0)
+    assert (settings.batch.sentences, settings.data.max_length) == (16, 40)
+    assert (settings.training.epochs, settings.evaluation.patience) == (30, 5)
