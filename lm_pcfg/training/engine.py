@@ -42,7 +42,12 @@ class Engine(Collectives):
             mixed_precision="no",
             kwargs_handlers=[_process_group(settings, on_cpu)] if launched else None,
         )
-        super().__init__(self.accelerator.process_index, self.accelerator.num_processes, self.accelerator.device)
+        device = self.accelerator.device
+        super().__init__(
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+            torch.device("cpu") if device.type == "cpu" else device,  # not cpu:1, which safetensors does not know
+        )
         if settings.inside.backend == "triton" and self.device.type != "cuda":
             raise UserError("inside.backend: triton needs a GPU, and this process has none; use inside.backend=auto")
         self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed else None
@@ -52,7 +57,7 @@ class Engine(Collectives):
     def name(self) -> str:
         if self.zero_stage is not None:
             return f"DeepSpeed ZeRO {self.zero_stage}"
-        return "DDP" if self.accelerator.distributed_type.value != "NO" else "one process"
+        return "DDP" if self.world_size > 1 else "one process"
 
     def describe(self) -> str:
         """Engine, world size, devices; all processes take part."""
