@@ -104,6 +104,7 @@ def score(
     from dataclasses import replace
 
     from lm_pcfg.corpus.text import display_name, read_words
+    from lm_pcfg.grammar.likelihood import perplexity as perplexity_of
     from lm_pcfg.inference.model import load_trained
     from lm_pcfg.inference.score import TextScore, score_lines
 
@@ -131,11 +132,15 @@ def score(
         "checkpoint": str(trained.checkpoint),
         "weights": trained.weights,
         "nll": total.nll,
-        "words": total.words,
+        "words": result.words,
+        "pieces": result.pieces,
+        "bytes": result.bytes,
         "lines": total.lines,
         "tokens": total.tokens,
         "ppl": total.perplexity,
-        "ppl_words": total.words_perplexity,
+        "ppl_per_word": result.perplexity_per_word,
+        "ppl_per_byte": result.perplexity_per_byte,
+        "ppl_words": perplexity_of(total.nll / result.words),
         "skipped": result.skipped,
         "unknown_words": result.unknown_words,
         "recomputed": result.statistics.recomputed,
@@ -159,9 +164,16 @@ def score(
 
 @app.command()
 def info(
-    checkpoint: Checkpoint = None, as_json: Json = False, weights: WeightsOption = "auto", device: DeviceOption = "auto"
+    corpus: Annotated[Path | None, typer.Argument(help="A prepared corpus; default: tell of a checkpoint.")] = None,
+    checkpoint: Checkpoint = None,
+    as_json: Json = False,
+    weights: WeightsOption = "auto",
+    device: DeviceOption = "auto",
 ) -> None:
-    """What a checkpoint holds, and what its grammar is like."""
+    """What a checkpoint holds and what its grammar is like; or what a prepared corpus holds."""
+    if corpus is not None:
+        cli_data.info_about(corpus, as_json)
+        return
     from lm_pcfg.inference.describe import describe
     from lm_pcfg.inference.model import load_trained
 
@@ -185,7 +197,7 @@ def bench_inside(context: typer.Context) -> None:
 def _count_lines(file: str) -> int | None:
     """For the progress bar alone; None where one cannot know before reading."""
     path = Path(file)
-    if not path.is_file():
+    if not path.is_file() or path.suffix.lower() in (".gz", ".zst"):
         return None
     with path.open("rb") as handle:
         return sum(block.count(b"\n") for block in iter(lambda: handle.read(1 << 20), b""))

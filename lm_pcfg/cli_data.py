@@ -94,6 +94,15 @@ def _prepare_ptb(source: str | None, out: Path | None) -> None:
         print(path)
 
 
+def info_about(corpus: Path, as_json: bool) -> None:
+    from lm_pcfg.corpus.prepared import describe, read_manifest, verify, vocabulary_of
+
+    manifest = read_manifest(corpus)
+    verify(manifest)
+    vocabulary_of(manifest)
+    _print(describe(manifest), as_json)
+
+
 def bench_data(
     source: Annotated[
         list[str] | None,

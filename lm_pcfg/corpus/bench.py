@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -24,6 +23,7 @@ from lm_pcfg.corpus.prepared import (
     PreparedCorpus,
     ShardEntry,
     is_prepared,
+    manifest_text,
     read_manifest,
     vocabulary_of,
 )
@@ -145,4 +145,4 @@ def make_up(folder: Path, lines: int, seed: int = 0) -> None:
         "versions": {},
         "shards": [entry.to_json() for entry in entries],
     }
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / MANIFEST).write_text(manifest_text(manifest))

@@ -33,7 +33,17 @@ from lm_pcfg.corpus.prepare_shards import (
     tasks_of,
     write_shard,
 )
-from lm_pcfg.corpus.prepared import FORMAT, MANIFEST, SHARDS, VOCABULARY, Manifest, is_prepared, read_manifest, verify
+from lm_pcfg.corpus.prepared import (
+    FORMAT,
+    MANIFEST,
+    SHARDS,
+    VOCABULARY,
+    Manifest,
+    is_prepared,
+    manifest_text,
+    read_manifest,
+    verify,
+)
 from lm_pcfg.corpus.processes import in_processes
 from lm_pcfg.corpus.shard_files import OnError, find_shards
 from lm_pcfg.corpus.vocabularies import AnyVocabulary, load_vocabulary
@@ -283,7 +293,7 @@ def _write_manifest(
     }
     if options.trees:
         _write_texts(out, [entry.file for entry in entries])
-    replace_file(out / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
+    replace_file(out / MANIFEST, manifest_text(content).encode())
     return read_manifest(out)
 
 
