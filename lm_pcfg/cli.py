@@ -227,6 +227,8 @@ def main() -> None:
     """Exit status 0 success, 1 a failure with one clear line, 2 wrong usage. No traceback for a user's mistake."""
     try:
         status = app(standalone_mode=False) or 0
+        if status == 130:  # newer Typers turn Ctrl-C into this
+            raise KeyboardInterrupt
         sys.stdout.flush()
     except _WrongUsage as error:
         error.show()
