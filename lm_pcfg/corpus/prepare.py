@@ -44,7 +44,7 @@ from lm_pcfg.corpus.prepared import (
     read_manifest,
     verify,
 )
-from lm_pcfg.corpus.processes import in_processes
+from lm_pcfg.corpus.processes import in_processes, usable_cores, worth_using
 from lm_pcfg.corpus.shard_files import OnError, find_shards
 from lm_pcfg.corpus.vocabularies import AnyVocabulary, load_vocabulary
 from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE, Vocabulary, VocabularyError, VocabularyOptions, replace_file
@@ -71,9 +71,12 @@ class PrepareOptions:
     on_error: OnError = "fail"
 
 
-def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, processes: int) -> Manifest:
-    """Returns the manifest of the finished corpus."""
+def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, processes: int | None = None) -> Manifest:
+    """Returns the manifest of the finished corpus. processes: None leaves it to the size of the inputs."""
     found = find_inputs(inputs, options)
+    if processes is None:
+        on_hub = any(item.split for item in found)
+        processes = usable_cores() if on_hub else worth_using(Path(item.name) for item in found)
     plan = _plan(found, options)
     with _alone(out):
         if _is_done(out, plan):
