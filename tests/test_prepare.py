@@ -207,6 +207,29 @@ def test_another_corpus_does_not_go_into_the_same_folder(tmp_path):
         made(tmp_path, tmp_path / "a.txt")
     with pytest.raises(UserError, match="is a file"):
         made(tmp_path / "a.txt", tmp_path / "a.txt")
+    with pytest.raises(UserError, match="is a prepared corpus already"):
+        made(tmp_path / "twice", tmp_path / "out")
+
+
+def test_after_a_failure_the_input_can_be_mended_or_passed_over(tmp_path, capsys):
+    (tmp_path / "v.txt").write_text("a b c")
+    existing = str(made(tmp_path / "vocabulary", tmp_path / "v.txt"))
+    write_shard(tmp_path / "a.txt", ["a b"] * 10)
+    (tmp_path / "b.txt").write_bytes(b"a b\nc\xe9\n")
+    inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    with pytest.raises(ShardError, match=r"b\.txt: line 2"):
+        made(tmp_path / "out", *inputs, existing=existing)
+    skipped = made(tmp_path / "out", *inputs, existing=existing, on_error="skip")
+    assert "1 of 2 shards were finished before" in capsys.readouterr().err
+    assert read_manifest(skipped).counts["lines"] == 11
+    with pytest.raises(ShardError, match=r"b\.txt: line 2"):
+        made(tmp_path / "out2", *inputs, existing=existing)
+    (tmp_path / "b.txt").write_bytes(b"a b\nc b\n")
+    mended = made(tmp_path / "out2", *inputs, existing=existing)
+    told = capsys.readouterr().err
+    assert "the input files changed" in told
+    assert "1 of 2 shards were finished before" in told
+    assert read_manifest(mended).counts["lines"] == 12
 
 
 def test_bad_inputs_are_named_or_left_out_and_counted(tmp_path):

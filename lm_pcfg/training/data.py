@@ -229,7 +229,7 @@ def _validation_text(settings: Settings, vocabulary: AnyVocabulary) -> Sentences
         _check_vocabulary(data.valid, corpus.vocabulary_hash, vocabulary)
         valid = in_memory(corpus, vocabulary, limits)
     elif is_streamed(data.model_copy(update={"train": data.valid, "streaming": "auto"})):
-        options = RawOptions(data.field, data.block_lines, data.on_error)
+        options = RawOptions(data.field, data.block_lines)  # fail: a score is of the whole text
         store = IndexStore(Path(data.index_folder))
         files = find_shards([data.valid])
         raw = RawCorpus(data.valid, files, options, vocabulary, store, processes=worth_using(files))
