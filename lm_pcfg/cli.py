@@ -157,8 +157,8 @@ def score(
     out = sys.stderr if per_sentence else sys.stdout
     _print_table(report, out)
     if "best_possible_ppl" in report:
-        best = report["best_possible_ppl"]
-        line = f"perplexity {total.perplexity:.3f}, best possible {best:.3f}, ratio {total.perplexity / best:.4f}"
+        best, own = report["best_possible_ppl"], result.perplexity_per_word  # the source's are words
+        line = f"perplexity {own:.3f}, best possible {best:.3f}, ratio {own / best:.4f}"
         print(line, file=out)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lm_pcfg.console import say
 from lm_pcfg.corpus.shard_files import ShardError, has_known_suffix
 from lm_pcfg.errors import UserError
 
@@ -56,9 +57,13 @@ def rows_of_split(name: str, split: str, fields: Sequence[str], configuration: s
 
 def _asked(name: str, question: Any) -> Any:
     import datasets
+    import huggingface_hub
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    huggingface_hub.logging.set_verbosity_error()
+    if not Path(name).exists():
+        say(f"asking the Hugging Face hub for {name} ...")
     try:
         return question(name)
     except Exception as error:  # what it raises differs from version to version

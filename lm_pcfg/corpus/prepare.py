@@ -149,9 +149,7 @@ def _is_done(out: Path, plan: dict[str, Any]) -> bool:
             )
         return True
     if stored is None or _without_on_error(stored) != _without_on_error(plan):
-        say(
-            f"{out} was begun with other inputs or options ({_difference(stored, plan)}): what does not fit is made anew"
-        )
+        say(f"{out} was begun with other inputs or options ({_difference(stored, plan)}); what does not fit is redone")
         shutil.rmtree(out / VOCABULARY, ignore_errors=True)
     replace_file(file, (json.dumps(plan, indent=2) + "\n").encode())
     return False
