@@ -105,6 +105,7 @@ def score(
     from dataclasses import replace
 
     from lm_pcfg.corpus.text import display_name, read_words
+    from lm_pcfg.grammar.likelihood import perplexity as perplexity_of
     from lm_pcfg.inference.model import load_trained
     from lm_pcfg.inference.score import TextScore, score_lines
 
@@ -132,11 +133,15 @@ def score(
         "checkpoint": str(trained.checkpoint),
         "weights": trained.weights,
         "nll": total.nll,
-        "words": total.words,
+        "words": result.words,
+        "pieces": result.pieces,
+        "bytes": result.bytes,
         "lines": total.lines,
         "tokens": total.tokens,
         "ppl": total.perplexity,
-        "ppl_words": total.words_perplexity,
+        "ppl_per_word": result.perplexity_per_word,
+        "ppl_per_byte": result.perplexity_per_byte,
+        "ppl_words": perplexity_of(total.nll / result.words),
         "skipped": result.skipped,
         "unknown_words": result.unknown_words,
         "recomputed": result.statistics.recomputed,
@@ -153,16 +158,23 @@ def score(
     out = sys.stderr if per_sentence else sys.stdout
     _print_table(report, out)
     if "best_possible_ppl" in report:
-        best = report["best_possible_ppl"]
-        line = f"perplexity {total.perplexity:.3f}, best possible {best:.3f}, ratio {total.perplexity / best:.4f}"
+        best, own = report["best_possible_ppl"], result.perplexity_per_word  # the source's are words
+        line = f"perplexity {own:.3f}, best possible {best:.3f}, ratio {own / best:.4f}"
         print(line, file=out)
 
 
 @app.command()
 def info(
-    checkpoint: Checkpoint = None, as_json: Json = False, weights: WeightsOption = "auto", device: DeviceOption = "auto"
+    corpus: Annotated[Path | None, typer.Argument(help="A prepared corpus; default: tell of a checkpoint.")] = None,
+    checkpoint: Checkpoint = None,
+    as_json: Json = False,
+    weights: WeightsOption = "auto",
+    device: DeviceOption = "auto",
 ) -> None:
-    """What a checkpoint holds, and what its grammar is like."""
+    """What a checkpoint holds and what its grammar is like; or what a prepared corpus holds."""
+    if corpus is not None:
+        cli_data.info_about(corpus, as_json)
+        return
     from lm_pcfg.inference.describe import describe
     from lm_pcfg.inference.model import load_trained
 
@@ -275,7 +287,7 @@ def _numbers(option: str, text: str) -> list[int]:
 def _count_lines(file: str) -> int | None:
     """For the progress bar alone; None where one cannot know before reading."""
     path = Path(file)
-    if not path.is_file():
+    if not path.is_file() or path.suffix.lower() in (".gz", ".zst"):
         return None
     with path.open("rb") as handle:
         return sum(block.count(b"\n") for block in iter(lambda: handle.read(1 << 20), b""))
@@ -305,6 +317,8 @@ def main() -> None:
     """Exit status 0 success, 1 a failure with one clear line, 2 wrong usage. No traceback for a user's mistake."""
     try:
         status = app(standalone_mode=False) or 0
+        if status == 130:  # newer Typers turn Ctrl-C into this
+            raise KeyboardInterrupt
         sys.stdout.flush()
     except _WrongUsage as error:
         error.show()

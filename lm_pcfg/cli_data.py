@@ -39,7 +39,9 @@ def prepare(
     ] = None,
     configuration: Annotated[str | None, typer.Option(help="Of a hub text.")] = None,
     shard_lines: Annotated[int, typer.Option(min=1, help="Lines a shard.")] = 250_000,
-    processes: Annotated[int | None, typer.Option(min=1, help="Default: one a core.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Default: one a core, unless there is little to do.")
+    ] = None,
     on_error: Annotated[
         Literal["fail", "skip"], typer.Option(help="What cannot be read: stop, or leave it out and count it.")
     ] = "fail",
@@ -59,7 +61,6 @@ def prepare(
         raise typer.BadParameter("--out FOLDER is missing: where should the prepared corpus go?")
     from lm_pcfg.corpus import prepare as preparing
     from lm_pcfg.corpus.prepared import describe
-    from lm_pcfg.corpus.processes import usable_cores
 
     kind, existing = (vocabulary, None) if vocabulary in ("words", "unigram", "bpe") else ("words", vocabulary)
     options = preparing.PrepareOptions(
@@ -68,7 +69,7 @@ def prepare(
         words=_word_options(config, size, min_count, lowercase, fold_numbers),
         pieces=size or 8000, byte_fallback=byte_fallback, shard_lines=shard_lines, on_error=on_error,
     )  # fmt: skip
-    manifest = preparing.prepare(inputs, out, options, processes=processes or usable_cores())
+    manifest = preparing.prepare(inputs, out, options, processes=processes)
     _print(describe(manifest), as_json)
 
 
@@ -92,6 +93,15 @@ def _prepare_ptb(source: str | None, out: Path | None) -> None:
         raise UserError("prepare ptb needs --source DIR, the folder with ptb.train.txt and the others, or --source hub")
     for path in ptb.prepare_ptb(source, out or ptb.FOLDER):
         print(path)
+
+
+def info_about(corpus: Path, as_json: bool) -> None:
+    from lm_pcfg.corpus.prepared import describe, read_manifest, verify, vocabulary_of
+
+    manifest = read_manifest(corpus)
+    verify(manifest)
+    vocabulary_of(manifest)
+    _print(describe(manifest), as_json)
 
 
 def bench_data(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -60,8 +61,11 @@ def lines_of(batches: list[Batch]) -> list[int]:
 
 
 def threads_as_workers(processes, initializer, arguments):
-    """In place of `make_pool`: the same code paths without the time that processes take to start."""
-    return ThreadPoolExecutor(processes, initializer=initializer, initargs=arguments)
+    """In place of `make_pool`: the same code paths without the time that processes take to start.
+
+    One thread, and a copy of what it works with, as a process would have: open files are not shared.
+    """
+    return ThreadPoolExecutor(1, initializer=initializer, initargs=copy.deepcopy(arguments))
 
 
 def random_lines(count: int, seed: int = 0, longest: int = 12, blank: float = 0.02) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -24,6 +23,7 @@ from lm_pcfg.corpus.prepared import (
     PreparedCorpus,
     ShardEntry,
     is_prepared,
+    manifest_text,
     read_manifest,
     vocabulary_of,
 )
@@ -58,7 +58,7 @@ def measure(
         opened = time.perf_counter() - began
         options, limits = BatchOptions(by=by), Limits(max_length, 1)
         stream = ShardStream([Source(corpus)], vocabulary, options, limits, workers=workers)
-        report = _one_epoch(stream)
+        report = _one_epoch(stream, "words" if isinstance(vocabulary, Vocabulary) else "pieces")
         stream.close()
     kind = "prepared" if corpus.stores_ids else "raw"
     return {"corpus": corpus.name, "kind": kind, "workers": workers, "open_seconds": round(opened, 2), **report}
@@ -79,7 +79,7 @@ def _open(
     return RawCorpus(", ".join(inputs), files, options, vocabulary, store), vocabulary
 
 
-def _one_epoch(stream: ShardStream) -> dict[str, Any]:
+def _one_epoch(stream: ShardStream, unit: str) -> dict[str, Any]:
     batches = stream.batches_per_epoch(0)
     blocks = sum(len(source.corpus.blocks) for source in stream.sources)
     settled = min(batches - 1, batches * FIRST_BLOCKS // blocks)
@@ -102,10 +102,10 @@ def _one_epoch(stream: ShardStream) -> dict[str, Any]:
     peak = max(peak, _resident_megabytes())
     return {
         "lines": sentences,
-        "words": words,
+        unit: words,
         "batches": batches,
         "seconds": round(seconds, 2),
-        "words_per_second": round(words / seconds),
+        f"{unit}_per_second": round(words / seconds),
         "largest_cost_over_mean": round(largest / (total / batches), 4),
         "resident_mb_after_first_blocks": round(early, 1),
         "resident_mb_most_after": round(peak, 1),
@@ -145,4 +145,4 @@ def make_up(folder: Path, lines: int, seed: int = 0) -> None:
         "versions": {},
         "shards": [entry.to_json() for entry in entries],
     }
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / MANIFEST).write_text(manifest_text(manifest))

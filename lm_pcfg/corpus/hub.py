@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_pcfg.corpus.shard_files import ShardError
+from lm_pcfg.console import say
+from lm_pcfg.corpus.shard_files import ShardError, has_known_suffix
 from lm_pcfg.errors import UserError
 
 # Older texts on the hub are scripts, which `datasets` no longer runs; the hub keeps them as Parquet on this branch.
@@ -15,8 +17,12 @@ ROWS_AT_A_TIME = 4096
 
 
 def looks_like_hub_name(name: str) -> bool:
-    """`owner/name`, where there is no such file."""
-    return not Path(name).exists() and name.count("/") == 1 and not name.startswith((".", "/", "~")) and "*" not in name
+    """`owner/name`, where there is no such file, nor a name that looks like one."""
+    return (
+        not Path(name).exists()
+        and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None
+        and not has_known_suffix(name)
+    )
 
 
 def splits_of(name: str) -> list[str]:
@@ -51,9 +57,13 @@ def rows_of_split(name: str, split: str, fields: Sequence[str], configuration: s
 
 def _asked(name: str, question: Any) -> Any:
     import datasets
+    import huggingface_hub
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    huggingface_hub.logging.set_verbosity_error()
+    if not Path(name).exists():
+        say(f"asking the Hugging Face hub for {name} ...")
     try:
         return question(name)
     except Exception as error:  # what it raises differs from version to version

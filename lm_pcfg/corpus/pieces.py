@@ -14,6 +14,7 @@ from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE, FORMAT_VERSION, Vocabula
 
 MODEL_FILE = "pieces.model"  # SentencePiece's own format: a protocol buffer
 KIND = "sentencepiece"
+UNKNOWN_PIECE = "<|unknown|>"  # not <unk>, which the Penn Treebank's text has as a word
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,11 @@ def train_pieces(
     text = (joined for line in lines if (joined := " ".join(line.split())))
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=text, model_writer=model, model_type=kind, vocab_size=size, byte_fallback=byte_fallback,
-            num_threads=threads, normalization_rule_name="identity", character_coverage=1.0 if not byte_fallback
-            else 0.9995, unk_id=0, bos_id=-1, eos_id=-1, pad_id=-1, minloglevel=2, max_sentence_length=1 << 16,
-            hard_vocab_limit=False, input_sentence_size=lines_used, shuffle_input_sentence=True,
+            sentence_iterator=text, model_writer=model, model_type=kind, vocab_size=size, hard_vocab_limit=False,
+            byte_fallback=byte_fallback, character_coverage=0.9995 if byte_fallback else 1.0,
+            normalization_rule_name="identity", max_sentence_length=1 << 16,
+            input_sentence_size=lines_used, shuffle_input_sentence=True, num_threads=threads, minloglevel=2,
+            unk_id=0, unk_piece=UNKNOWN_PIECE, bos_id=-1, eos_id=-1, pad_id=-1,
         )  # fmt: skip
     except RuntimeError as error:
         reason = " ".join(str(error).split())

@@ -33,8 +33,18 @@ from lm_pcfg.corpus.prepare_shards import (
     tasks_of,
     write_shard,
 )
-from lm_pcfg.corpus.prepared import FORMAT, MANIFEST, SHARDS, VOCABULARY, Manifest, is_prepared, read_manifest, verify
-from lm_pcfg.corpus.processes import in_processes
+from lm_pcfg.corpus.prepared import (
+    FORMAT,
+    MANIFEST,
+    SHARDS,
+    VOCABULARY,
+    Manifest,
+    is_prepared,
+    manifest_text,
+    read_manifest,
+    verify,
+)
+from lm_pcfg.corpus.processes import in_processes, usable_cores, worth_using
 from lm_pcfg.corpus.shard_files import OnError, find_shards
 from lm_pcfg.corpus.vocabularies import AnyVocabulary, load_vocabulary
 from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE, Vocabulary, VocabularyError, VocabularyOptions, replace_file
@@ -61,9 +71,12 @@ class PrepareOptions:
     on_error: OnError = "fail"
 
 
-def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, processes: int) -> Manifest:
-    """Returns the manifest of the finished corpus."""
+def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, processes: int | None = None) -> Manifest:
+    """Returns the manifest of the finished corpus. processes: None leaves it to the size of the inputs."""
     found = find_inputs(inputs, options)
+    if processes is None:
+        on_hub = any(item.split for item in found)
+        processes = usable_cores() if on_hub else worth_using(Path(item.name) for item in found)
     plan = _plan(found, options)
     with _alone(out):
         if _is_done(out, plan):
@@ -88,49 +101,63 @@ def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, proces
 def find_inputs(inputs: Sequence[str], options: PrepareOptions) -> list[Input]:
     if any(name == "-" for name in inputs):
         raise UserError("prepare reads its inputs more than once, so they cannot be standard input (-); save a file")
+    for name in inputs:
+        if is_prepared(name):
+            raise UserError(f"{name}: is a prepared corpus already; train with data.train={name}")
     on_hub = [name for name in inputs if options.split is not None or looks_like_hub_name(name)]
     files = find_shards([name for name in inputs if name not in on_hub], trees=options.trees)
     if on_hub and options.trees:
         raise UserError(f"{on_hub[0]}: --trees reads files of bracketed trees, not texts of the hub")
     names = [(str(file), None) for file in files] + [(name, options.split or "train") for name in on_hub]
-    return [Input(number, name, split, options.configuration) for number, (name, split) in enumerate(names)]
+    found = []
+    for number, (name, split) in enumerate(names):
+        stat = Path(name).stat() if split is None else None
+        size, changed = (stat.st_size, stat.st_mtime_ns) if stat else (0, 0)
+        found.append(Input(number, name, split, options.configuration, size, changed))
+    return found
 
 
 # ---- one folder, one corpus -----------------------------------------------------------------------------------------
 
 
 def _plan(inputs: Sequence[Input], options: PrepareOptions) -> dict[str, Any]:
-    """What decides the content of the folder. A file that changed in between would make half of two corpora."""
-    files = []
-    for item in inputs:
-        stat = Path(item.name).stat() if item.split is None else None
-        files.append(
-            [str(Path(item.name).absolute()), stat.st_size, stat.st_mtime_ns] if stat else [item.name, item.split]
-        )
-    content = {"format": FORMAT, "inputs": files, "options": asdict(options)}
+    """What decides the content of the folder."""
+    content = {"format": FORMAT, "inputs": [asdict(item) for item in inputs], "options": asdict(options)}
     if options.existing is not None:
         content["vocabulary"] = _existing(options.existing).hash
     return json.loads(json.dumps(content))
 
 
 def _is_done(out: Path, plan: dict[str, Any]) -> bool:
+    """Also sees to it that the folder is ours, and holds nothing that belongs to other inputs or options."""
     file = out / PLAN
-    if file.exists():
+    if not file.exists():
+        strangers = [entry.name for entry in out.iterdir() if entry.name != ".lock"]
+        if strangers:
+            raise UserError(f"{out}: is not empty (it has {strangers[0]}); choose another --out")
+        stored = plan
+    else:
         try:
             stored = json.loads(file.read_bytes())
         except (OSError, ValueError):
             stored = None
+    if is_prepared(out):
         if stored != plan:
             raise UserError(
                 f"{out}: holds a corpus made of other inputs or options ({_difference(stored, plan)}); choose another "
-                f"--out, or remove the folder"
+                "--out, or remove the folder"
             )
-        return is_prepared(out)
-    strangers = [entry.name for entry in out.iterdir() if entry.name != ".lock"]
-    if strangers:
-        raise UserError(f"{out}: is not empty (it has {strangers[0]}); choose another --out")
+        return True
+    if stored is None or _without_on_error(stored) != _without_on_error(plan):
+        say(f"{out} was begun with other inputs or options ({_difference(stored, plan)}); what does not fit is redone")
+        shutil.rmtree(out / VOCABULARY, ignore_errors=True)
     replace_file(file, (json.dumps(plan, indent=2) + "\n").encode())
     return False
+
+
+def _without_on_error(plan: dict[str, Any]) -> dict[str, Any]:
+    """It decides whether a call fails, not what a finished vocabulary or shard holds."""
+    return {**plan, "options": {**plan.get("options", {}), "on_error": None}}
 
 
 def _difference(stored: Any, plan: dict[str, Any]) -> str:
@@ -236,7 +263,7 @@ def _all_lines(inputs: Sequence[Input], read: ReadOptions, bar: Progress) -> Ite
 
 
 def _finished_or_made(task: Task, folder: Path, read: ReadOptions, vocabulary: AnyVocabulary) -> Finished:
-    return finished(folder, task) or write_shard(folder, task, read, vocabulary)
+    return finished(folder, task, read, vocabulary) or write_shard(folder, task, read, vocabulary)
 
 
 def _make_shards(
@@ -283,7 +310,7 @@ def _write_manifest(
     }
     if options.trees:
         _write_texts(out, [entry.file for entry in entries])
-    replace_file(out / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
+    replace_file(out / MANIFEST, manifest_text(content).encode())
     return read_manifest(out)
 
 

@@ -37,6 +37,8 @@ class Input:
     name: str
     split: str | None = None  # of the hub
     configuration: str | None = None
+    size: int = 0  # of the file
+    changed: int = 0  # when, in nanoseconds
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,15 @@ def tasks_of(source: Input, options: ReadOptions, shard_lines: int, reading: Rea
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def finished(folder: Path, task: Task) -> Finished | None:
+def _made_of(task: Task, options: ReadOptions, vocabulary: AnyVocabulary) -> dict[str, Any]:
+    """What a shard depends on."""
+    return {
+        "input": asdict(task.input), "first_row": task.first_row, "rows": len(task.rows), "field": options.field,
+        "trees": options.trees, "vocabulary": vocabulary.hash,
+    }  # fmt: skip
+
+
+def finished(folder: Path, task: Task, options: ReadOptions, vocabulary: AnyVocabulary) -> Finished | None:
     """What an earlier call made of these rows, if it is whole."""
     try:
         stored = json.loads(_note(folder, task.file).read_bytes())
@@ -159,7 +169,10 @@ def finished(folder: Path, task: Task) -> Finished | None:
         found = Finished(entry, Counts(**stored["counts"]), int(stored["rows"]), fresh=False)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if found.rows != len(task.rows) or problem_with(folder / SHARDS / task.file, entry) is not None:
+    if (
+        stored.get("made_of") != _made_of(task, options, vocabulary)
+        or problem_with(folder / SHARDS / task.file, entry) is not None
+    ):
         return None
     return found
 
@@ -190,7 +203,8 @@ def write_shard(folder: Path, task: Task, options: ReadOptions, vocabulary: AnyV
         {name: [values[k] for k in full] for name, values in columns.items()},
     )
     result = Finished(entry, counts, len(task.rows))
-    replace_file(_note(folder, task.file), (json.dumps(result.to_json()) + "\n").encode())
+    note = {**result.to_json(), "made_of": _made_of(task, options, vocabulary)}
+    replace_file(_note(folder, task.file), (json.dumps(note) + "\n").encode())
     return result
 
 

@@ -94,6 +94,13 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(folder, content, shards)
 
 
+def manifest_text(content: dict[str, Any]) -> str:
+    """JSON, a key or a shard a line."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items() if key != "shards"]
+    shards = ",\n".join(json.dumps(shard) for shard in content["shards"])
+    return "{\n" + ",\n".join([*lines, f'"shards": [\n{shards}\n]']) + "\n}\n"
+
+
 def vocabulary_of(manifest: Manifest) -> AnyVocabulary:
     vocabulary = load_vocabulary(manifest.folder / VOCABULARY)
     if vocabulary.hash != manifest.content["vocabulary"]["sha256"]:

@@ -10,9 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lm_pcfg.errors import UserError
+
+SMALL_BYTES = 16 << 20
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -21,6 +24,12 @@ Result = TypeVar("Result")
 def usable_cores() -> int:
     """Of this process: a container or a scheduler may allow fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worth_using(files: Iterable[Path]) -> int:
+    """How many processes to read these files with: one for a few megabytes, as others take a second to start."""
+    size = sum(file.stat().st_size for file in files if file.exists())
+    return 1 if size < SMALL_BYTES else usable_cores()
 
 
 def make_pool(

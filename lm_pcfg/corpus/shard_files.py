@@ -58,7 +58,8 @@ class Chunk:
 
 def find_shards(inputs: Sequence[str], *, trees: bool = False) -> list[Path]:
     """Files, folders (searched below), glob patterns and `embedded:` names -> files; those of one input sorted."""
-    suffixes = TREE_SUFFIXES if trees else TEXT_SUFFIXES | JSON_SUFFIXES | PARQUET_SUFFIXES
+    # A .json beside the shards is often about them; as a shard it is given by name or pattern.
+    suffixes = TREE_SUFFIXES if trees else TEXT_SUFFIXES | PARQUET_SUFFIXES | (JSON_SUFFIXES - {".json"})
     files: list[Path] = []
     for name in inputs:
         if name.startswith(EMBEDDED_PREFIX):
@@ -104,6 +105,11 @@ def _embedded(name: str) -> Path:
         return embedded.resolve(name)
     except (ValueError, OSError) as error:
         raise TextError(str(error)) from error
+
+
+def has_known_suffix(name: str) -> bool:
+    known = TEXT_SUFFIXES | JSON_SUFFIXES | PARQUET_SUFFIXES | TREE_SUFFIXES
+    return _suffix(Path(name)) in known or Path(name).suffix.lower() in COMPRESSION
 
 
 def is_parquet(path: Path) -> bool:
@@ -302,7 +308,13 @@ def parquet_tables(path: Path, field: str, group: int) -> Iterator[Any]:
 
 def _parquet_rows(path: Path, field: str, group: int) -> Iterator[Row]:
     for array in parquet_tables(path, field, group):
-        for value in array.to_pylist():
+        try:
+            values = array.to_pylist()
+        except UnicodeDecodeError:
+            raise ShardError(
+                f"{path}: column {field!r} has text that is not valid UTF-8; make the file again"
+            ) from None
+        for value in values:
             if isinstance(value, list) and all(isinstance(word, str) for word in value):
                 value = " ".join(value)  # a text that was tokenised
             if value is not None and not isinstance(value, str):

@@ -12,6 +12,7 @@ import numpy as np
 from flash_inside import Statistics
 from lm_pcfg.corpus.sentences import encode_sentences
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
+from lm_pcfg.corpus.vocabulary import Vocabulary
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_probabilities
 from lm_pcfg.inference.model import TrainedGrammar
 
@@ -26,7 +27,9 @@ class TextScore:
     """The sums of `CorpusScore`, over all blocks of lines, and what was left out."""
 
     nlls: list[float] = field(default_factory=list)
-    words: int = 0
+    pieces: int = 0  # what the vocabulary makes of the lines: words, or pieces of words
+    words: int = 0  # between white space
+    bytes: int = 0  # of the words joined by single spaces
     lines: int = 0
     skipped: int = 0
     blank: int = 0
@@ -35,7 +38,18 @@ class TextScore:
 
     @property
     def total(self) -> CorpusScore:
-        return CorpusScore(nll=math.fsum(self.nlls), words=self.words, lines=self.lines, impossible=0)
+        """Per piece: with a word vocabulary the same as per word."""
+        return CorpusScore(nll=math.fsum(self.nlls), words=self.pieces, lines=self.lines, impossible=0)
+
+    @property
+    def perplexity_per_word(self) -> float:
+        """Comparable between vocabularies: the end of a line counts as one word, as in `total`."""
+        return CorpusScore(math.fsum(self.nlls), self.words, self.lines, impossible=0).perplexity
+
+    @property
+    def perplexity_per_byte(self) -> float:
+        """Comparable between vocabularies: the end of a line is its newline, one byte."""
+        return CorpusScore(math.fsum(self.nlls), self.bytes, self.lines, impossible=0).perplexity
 
 
 def score_lines(
@@ -56,21 +70,24 @@ def score_lines(
     n = trained.grammar.rules.nonterminals
     fewest = 1 if trained.grammar.root.shape[0] > n or trained.vocabulary.end_id is not None else 2
     warnings = _Warnings(warn)
+    unit = "words" if isinstance(trained.vocabulary, Vocabulary) else "pieces"
     while block := list(islice(numbered, LINES_AT_A_TIME)):
         values: list[Line] = [None] * len(block)
         kept = []
-        for position, (number, line) in enumerate(block):
-            words = len(line.split())
-            if words == 0:
+        ids = trained.vocabulary.tokenise([line for _, line in block])
+        for position, (number, _) in enumerate(block):
+            length = len(ids[position])
+            if length == 0:
                 result.blank += 1
-            elif words > max_length:
+            elif length > max_length:
                 values[position] = -math.inf
-                warnings.add("long", f"{name}, line {number}: {words:,} words, skipped; --max-length {max_length} is "
+                warnings.add("long", f"{name}, line {number}: {length:,} {unit}, skipped; --max-length {max_length} is "
                              "the limit (memory and time grow with its square and cube)")  # fmt: skip
-            elif words < fewest:
+            elif length < fewest:
                 values[position] = -math.inf
                 warnings.add(
-                    "short", f"{name}, line {number}: one word, skipped: a root over nonterminals gives it no tree"
+                    "short",
+                    f"{name}, line {number}: one {unit[:-1]}, skipped: a root over nonterminals gives it no tree",
                 )
             else:
                 kept.append(position)
@@ -81,19 +98,23 @@ def score_lines(
         )  # fmt: skip
         score = corpus_score(sentences, log_p)
         result.nlls.append(score.nll)
-        result.words += score.words
+        result.pieces += score.words
         result.lines += score.lines
         for position, value in zip(kept, log_p.tolist(), strict=True):
             values[position] = value
             if value == -math.inf:
                 warnings.add("impossible", f"{name}, line {block[position][0]}: probability 0, skipped")
+            else:
+                words = block[position][1].split()
+                result.words += len(words)
+                result.bytes += len(" ".join(words).encode("utf-8"))
         result.unknown_words += _unknown_words(sentences.ids, sentences.offsets, log_p, trained.vocabulary.unknown_id)
         result.skipped += sum(value == -math.inf for value in values)
         on_lines(len(block) - len(kept))  # the others were told of batch by batch
         yield from values
     vocabulary = trained.vocabulary
     if result.unknown_words and not vocabulary.training_unknown:
-        warn(f"{name}: {result.unknown_words:,} unknown words, but training saw none: their probability is arbitrary")
+        warn(f"{name}: {result.unknown_words:,} unknown {unit}, but training saw none: their probability is arbitrary")
     warnings.summarise()
 
 

@@ -15,7 +15,7 @@ from lm_pcfg.corpus.batches import BatchOptions, BatchSource, BatchStream
 from lm_pcfg.corpus.blocks import Histogram, filtered_of, in_memory, kept_of
 from lm_pcfg.corpus.pieces import open_model
 from lm_pcfg.corpus.prepared import PreparedCorpus, is_prepared, read_manifest, unfinished, vocabulary_of
-from lm_pcfg.corpus.processes import usable_cores
+from lm_pcfg.corpus.processes import worth_using
 from lm_pcfg.corpus.raw_corpus import IndexStore, RawCorpus, RawOptions, build_vocabulary
 from lm_pcfg.corpus.sentences import Limits, Sentences, Skipped, load_sentences
 from lm_pcfg.corpus.shard_files import find_shards, is_json, is_parquet
@@ -169,7 +169,6 @@ def _streamed(
     options = RawOptions(data.field, data.block_lines, data.on_error)
     store = IndexStore(Path(data.index_folder))
     files = {k: find_shards(names) for k, (names, _) in enumerate(weighted) if not prepared[k]}
-    cores = usable_cores()
     if vocabulary is None:
         vocabulary = _vocabulary_of_shards(data, weighted, prepared, files, options, store, explicit)
     sources = []
@@ -180,7 +179,9 @@ def _streamed(
             corpus.check_sizes(data.on_error)
             sources.append(Source(corpus, weight))
         else:
-            raw = RawCorpus(", ".join(names), files[number], options, vocabulary, store, processes=cores)
+            raw = RawCorpus(
+                ", ".join(names), files[number], options, vocabulary, store, processes=worth_using(files[number])
+            )
             sources.append(Source(raw, weight))
     return StreamedText(sources, vocabulary, limits)
 
@@ -198,7 +199,7 @@ def _vocabulary_of_shards(
         return _existing_pieces(data.sentencepiece, explicit)
     every_file = [file for number in sorted(files) for file in files[number]]
     try:
-        return build_vocabulary(every_file, options, _word_options(data, explicit), store, usable_cores())
+        return build_vocabulary(every_file, options, _word_options(data, explicit), store, worth_using(every_file))
     except VocabularyError as error:
         raise UserError(f"{', '.join(name for names, _ in weighted for name in names)}: {error}") from None
 
@@ -228,9 +229,10 @@ def _validation_text(settings: Settings, vocabulary: AnyVocabulary) -> Sentences
         _check_vocabulary(data.valid, corpus.vocabulary_hash, vocabulary)
         valid = in_memory(corpus, vocabulary, limits)
     elif is_streamed(data.model_copy(update={"train": data.valid, "streaming": "auto"})):
-        options = RawOptions(data.field, data.block_lines, data.on_error)
+        options = RawOptions(data.field, data.block_lines)  # fail: a score is of the whole text
         store = IndexStore(Path(data.index_folder))
-        raw = RawCorpus(data.valid, find_shards([data.valid]), options, vocabulary, store, processes=usable_cores())
+        files = find_shards([data.valid])
+        raw = RawCorpus(data.valid, files, options, vocabulary, store, processes=worth_using(files))
         valid = in_memory(raw, vocabulary, limits)
     else:
         valid = load_sentences(data.valid, vocabulary, limits=limits)

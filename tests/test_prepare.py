@@ -1,0 +1,438 @@
+"""`lm_pcfg prepare`: every kind of input, vocabularies, kills, damage, treebanks, the hub's layout, PTB."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lm_pcfg.corpus import embedded, ptb
+from lm_pcfg.corpus.batches import BatchOptions
+from lm_pcfg.corpus.blocks import in_memory
+from lm_pcfg.corpus.pieces import PieceVocabulary, open_model
+from lm_pcfg.corpus.prepare import PrepareOptions, prepare
+from lm_pcfg.corpus.prepared import PreparedCorpus, PreparedError, read_manifest, verify, vocabulary_of
+from lm_pcfg.corpus.sentences import Limits, encode_sentences
+from lm_pcfg.corpus.shard_files import ShardError
+from lm_pcfg.corpus.shard_stream import ShardStream, Source
+from lm_pcfg.corpus.treebank import TreeError, read_trees, words_of
+from lm_pcfg.corpus.vocabularies import load_vocabulary
+from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyError, VocabularyOptions
+from lm_pcfg.errors import UserError
+from shards import random_lines, take_epoch, write_shard
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'kernels'}", "COLUMNS": "100"}
+COMMAND = [sys.executable, "-m", "lm_pcfg", "prepare"]
+
+
+def sentences(folder: Path) -> list[list[int]]:
+    manifest = read_manifest(folder)
+    corpus = in_memory(PreparedCorpus(folder), vocabulary_of(manifest), Limits())
+    return [corpus[k].tolist() for k in range(len(corpus))]
+
+
+def made(folder: Path, *inputs: Path | str, processes: int = 1, **options) -> Path:
+    prepare([str(name) for name in inputs], folder, PrepareOptions(**options), processes=processes)
+    return folder
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+
+
+def one_line_error(result: subprocess.CompletedProcess, status: int = 1) -> str:
+    assert result.returncode == status, result.stderr
+    assert "Traceback" not in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if "rror" in line]
+    return line
+
+
+# ---- inputs and vocabularies ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes"), [(".txt", 1), (".txt.gz", 2), (".txt.zst", 1), (".jsonl", 1), (".parquet", 1)]
+)
+def test_every_kind_of_input_gives_the_same_corpus(tmp_path, kind, processes):
+    lines = random_lines(500, seed=4)
+    for k in range(3):
+        write_shard(tmp_path / f"in-{k}{kind}", lines[k * 200 : (k + 1) * 200], row_group=60)
+    words = VocabularyOptions(size=30)
+    folder = made(tmp_path / "out", tmp_path / f"in-*{kind}", processes=processes, shard_lines=90, words=words)
+    vocabulary = Vocabulary.build((line.split() for line in lines), words)
+    assert load_vocabulary(folder / "vocab") == vocabulary
+    assert sentences(folder) == [vocabulary.encode(line.split()) for line in lines if line.split()]
+    manifest = read_manifest(folder)
+    verify(manifest)
+    counts = manifest.counts
+    assert counts["lines"] == sum(bool(line) for line in lines)
+    assert counts["blank"] == sum(not line for line in lines) > 0
+    assert counts["words"] == counts["tokens"] == sum(len(line.split()) for line in lines)
+    assert counts["bytes"] == sum(len(line.encode()) for line in lines)
+    assert counts["unknown"] == vocabulary.training_unknown > 0
+    histogram = dict(manifest.content["lengths"])
+    assert sum(histogram.values()) == counts["lines"]
+    assert manifest.content["versions"]["pyarrow"]
+    assert len(manifest.shards) == 3 * 3 - 1  # 90, 90, 20 of 200 lines; 90, 10 of the last 100
+    assert not list((folder / "shards").glob("*.json")) + list(folder.rglob("*.tmp")) + list(folder.glob(".lock"))
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_pieces_trained_here_round_trip(tmp_path, kind):
+    text = embedded.resolve("embedded:valid", tmp_path / "embedded").read_text().splitlines()
+    (tmp_path / "a.txt").write_text("\n".join(f"{line} <unk> naïve" for line in text))
+    folder = made(tmp_path / "out", tmp_path / "a.txt", kind=kind, pieces=200)
+    vocabulary = load_vocabulary(folder / "vocab")
+    assert isinstance(vocabulary, PieceVocabulary)
+    stored = sentences(folder)
+    assert [vocabulary.decode(ids) for ids in stored] == [f"{line} <unk> naïve" for line in text]
+    counts = read_manifest(folder).counts
+    assert counts["words"] == sum(len(line.split()) + 2 for line in text)
+    assert counts["tokens"] == sum(map(len, stored)) > counts["words"]
+    assert counts["unknown"] == 0  # a literal <unk> is a word like others
+    again = made(tmp_path / "again", tmp_path / "a.txt", existing=str(folder / "vocab" / "pieces.model"))
+    assert sentences(again) == stored
+    third = made(tmp_path / "third", tmp_path / "a.txt", existing=str(folder))
+    assert sentences(third) == stored
+    assert load_vocabulary(third / "vocab") == vocabulary
+
+
+def test_piece_vocabularies(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat\n" * 20 + "a dog ran\n" * 20)
+    vocabulary = load_vocabulary(made(tmp_path / "out", tmp_path / "a.txt", kind="bpe", pieces=40) / "vocab")
+    explicit = vocabulary.with_end_of_sentence()
+    assert len(explicit) == len(vocabulary) + 1
+    assert explicit.hash != vocabulary.hash
+    explicit.save(tmp_path / "saved")
+    assert load_vocabulary(tmp_path / "saved") == explicit
+    encoded = encode_sentences([(1, "the  cat"), (2, " "), (3, "zebra")], explicit, Limits(max_length=3))
+    assert encoded[0].tolist()[-1] == explicit.end_id
+    assert (encoded.skipped.blank, encoded.skipped.too_long) == (1, 1)
+    model = tmp_path / "saved" / "pieces.model"
+    model.write_bytes(model.read_bytes()[:-1])
+    with pytest.raises(VocabularyError, match=r"changed since|not a SentencePiece"):
+        load_vocabulary(tmp_path / "saved")
+    with pytest.raises(VocabularyError, match="not a SentencePiece model"):
+        open_model(tmp_path / "a.txt")
+
+
+def test_explicit_ends_are_added_to_prepared_ids(tmp_path):
+    lines = ["a b", "b a a", "c"]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    folder = made(tmp_path / "out", tmp_path / "a.txt")
+    explicit = vocabulary_of(read_manifest(folder)).with_end_of_sentence()
+    assert explicit == Vocabulary.build(
+        (line.split() for line in lines), VocabularyOptions(size=None, end_of_sentence=True)
+    )
+    corpus = PreparedCorpus(folder)
+    expected = [explicit.encode(line.split()) for line in lines]
+    loaded = in_memory(corpus, explicit, Limits())
+    assert [loaded[k].tolist() for k in range(3)] == expected
+    (batch,) = take_epoch(ShardStream([Source(corpus)], explicit, BatchOptions(), shuffle=False))
+    at = np.cumsum([0, *batch.lengths])
+    assert [batch.words[at[k] : at[k + 1]].tolist() for k in range(3)] == [expected[line] for line in batch.lines]
+
+
+# ---- kills and damage -----------------------------------------------------------------------------------------------
+
+
+def test_a_killed_prepare_goes_on_where_it_was(tmp_path):
+    lines = random_lines(60_000, seed=1)
+    write_shard(tmp_path / "a.txt.gz", lines[:40_000])
+    write_shard(tmp_path / "b.txt", lines[40_000:])
+    arguments = ["a.txt.gz", "b.txt", "--out", "out", "--shard-lines", "2000", "--processes", "2"]
+    process = subprocess.Popen([*COMMAND, *arguments], cwd=tmp_path, env=ENVIRONMENT,
+                               stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)  # fmt: skip
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("out/shards/*.parquet.json"))) < 4:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, "it was quicker than the test"
+        time.sleep(0.005)
+    workers = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+    ).stdout.split()
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "out/manifest.json").exists()
+    finished = {path.name.removesuffix(".json"): path.stat().st_mtime_ns
+                for path in tmp_path.glob("out/shards/*.parquet.json")}  # fmt: skip
+    for name in list(finished)[1:]:  # whatever has its name is whole
+        assert pq.ParquetFile(tmp_path / "out/shards" / name).metadata.num_rows > 0
+    for _ in range(100):  # its workers do not outlive it
+        if not any(Path(f"/proc/{pid}").exists() for pid in workers):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail(f"workers {workers} are still there")
+    spoilt = tmp_path / "out/shards" / min(finished)
+    spoilt.write_bytes(spoilt.read_bytes()[:-1])  # a finished shard that a disk damaged since
+    (tmp_path / "out/shards/.shard-00001-00003.parquet.123.tmp").write_bytes(b"half")
+    result = command(*arguments, "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    kept = int(next(line for line in result.stderr.splitlines() if "finished before" in line).split()[0])
+    assert kept >= len(finished) - 1 > 0
+    whole = made(tmp_path / "whole", tmp_path / "a.txt.gz", tmp_path / "b.txt", shard_lines=2000,
+                 words=VocabularyOptions(size=10_000))  # fmt: skip
+    one, other = (read_manifest(folder).content for folder in (tmp_path / "out", whole))
+    assert one["shards"] == other["shards"]
+    assert one["counts"] == other["counts"]
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+    again = command(*arguments, cwd=tmp_path)
+    assert again.returncode == 0
+    assert "was prepared before" in again.stderr
+
+
+def test_another_corpus_does_not_go_into_the_same_folder(tmp_path):
+    write_shard(tmp_path / "a.txt", ["a b"] * 10)
+    made(tmp_path / "out", tmp_path / "a.txt")
+    with pytest.raises(UserError, match="shard_lines changed"):
+        made(tmp_path / "out", tmp_path / "a.txt", shard_lines=3)
+    write_shard(tmp_path / "a.txt", ["a b c"] * 10)
+    with pytest.raises(UserError, match="input files changed"):
+        made(tmp_path / "out", tmp_path / "a.txt")
+    with pytest.raises(UserError, match="is not empty"):
+        made(tmp_path, tmp_path / "a.txt")
+    with pytest.raises(UserError, match="is a file"):
+        made(tmp_path / "a.txt", tmp_path / "a.txt")
+    with pytest.raises(UserError, match="is a prepared corpus already"):
+        made(tmp_path / "twice", tmp_path / "out")
+
+
+def test_after_a_failure_the_input_can_be_mended_or_passed_over(tmp_path, capsys):
+    (tmp_path / "v.txt").write_text("a b c")
+    existing = str(made(tmp_path / "vocabulary", tmp_path / "v.txt"))
+    write_shard(tmp_path / "a.txt", ["a b"] * 10)
+    (tmp_path / "b.txt").write_bytes(b"a b\nc\xe9\n")
+    inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    with pytest.raises(ShardError, match=r"b\.txt: line 2"):
+        made(tmp_path / "out", *inputs, existing=existing)
+    skipped = made(tmp_path / "out", *inputs, existing=existing, on_error="skip")
+    assert "1 of 2 shards were finished before" in capsys.readouterr().err
+    assert read_manifest(skipped).counts["lines"] == 11
+    with pytest.raises(ShardError, match=r"b\.txt: line 2"):
+        made(tmp_path / "out2", *inputs, existing=existing)
+    (tmp_path / "b.txt").write_bytes(b"a b\nc b\n")
+    mended = made(tmp_path / "out2", *inputs, existing=existing)
+    told = capsys.readouterr().err
+    assert "the input files changed" in told
+    assert "1 of 2 shards were finished before" in told
+    assert read_manifest(mended).counts["lines"] == 12
+
+
+def test_bad_inputs_are_named_or_left_out_and_counted(tmp_path):
+    write_shard(tmp_path / "good.txt", ["a b c"] * 30)
+    (tmp_path / "latin.txt").write_bytes(b"a b\ncaf\xe9 b\nc a\n")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    long = gzip.compress("\n".join(f"{random.Random(k).random()} b" for k in range(20_000)).encode())
+    (tmp_path / "cut.txt.gz").write_bytes(long[: len(long) // 2])
+    for name, what in (("latin.txt", "line 2 is not valid UTF-8"), ("empty.txt", "is empty"), ("cut.txt.gz", "failed")):
+        with pytest.raises(ShardError, match=what) as caught:
+            made(tmp_path / f"out-{name}", tmp_path / "good.txt", tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+        assert not (tmp_path / f"out-{name}" / "manifest.json").exists()
+    folder = made(
+        tmp_path / "out", *(tmp_path / n for n in ("good.txt", "latin.txt", "empty.txt", "cut.txt.gz")), on_error="skip"
+    )
+    manifest = read_manifest(folder)
+    assert manifest.counts["unreadable"] == 1
+    assert [Path(message.split(": ")[0]).name for message in manifest.content["damage"]] == ["empty.txt", "cut.txt.gz"]
+    assert 32 + 5_000 < manifest.counts["lines"] < 32 + 15_000
+    (tmp_path / "blank.txt").write_text("\n \n")
+    with pytest.raises(UserError, match="no words"):
+        made(tmp_path / "nothing", tmp_path / "blank.txt")
+
+
+def test_a_damaged_manifest_or_shard_is_found(tmp_path):
+    write_shard(tmp_path / "a.txt", random_lines(50))
+    folder = made(tmp_path / "out", tmp_path / "a.txt")
+    (shard,) = (folder / "shards").glob("*.parquet")
+    content = bytearray(shard.read_bytes())
+    content[-20] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(PreparedError, match="sha256"):
+        verify(read_manifest(folder))
+    (folder / "manifest.json").write_text("{}")
+    with pytest.raises(PreparedError, match="format"):
+        read_manifest(folder)
+
+
+# ---- treebanks ------------------------------------------------------------------------------------------------------
+
+MRG = """
+( (S
+    (NP-SBJ-1 (DT The) (NN cat) )
+    (VP (VBD was)
+      (VP (VBN seen)
+        (NP (-NONE- *-1) )))
+    (. .) ))
+( (NP (NN Dog)) ) (S (NP (PRP it)) (VP (VBZ runs)))
+"""
+
+
+def test_trees_give_text_and_gold_trees(tmp_path):
+    (tmp_path / "wsj.mrg").write_text(MRG)
+    folder = made(tmp_path / "out", tmp_path, trees=True)
+    assert (folder / "text.txt").read_text() == "The cat was seen .\nDog\nit runs\n"
+    trees = (folder / "trees.txt").read_text().splitlines()
+    assert trees[0] == "(S (NP-SBJ-1 (DT The) (NN cat)) (VP (VBD was) (VP (VBN seen))) (. .))"
+    assert trees[1] == "(NP (NN Dog))"
+    vocabulary = vocabulary_of(read_manifest(folder))
+    assert sentences(folder) == [vocabulary.encode(words_of(tree)) for tree in trees]
+    (shard,) = (folder / "shards").glob("*.parquet")
+    assert pq.read_table(shard).column("tree").to_pylist() == trees
+    assert pq.read_table(shard).column("text").to_pylist() == (folder / "text.txt").read_text().splitlines()
+
+
+def test_the_embedded_treebank(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = made(tmp_path / "out", "embedded:valid.trees", trees=True)
+    assert (folder / "text.txt").read_bytes() == embedded.resolve("embedded:valid").read_bytes()
+    assert (folder / "trees.txt").read_bytes() == embedded.resolve("embedded:valid.trees").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("(S (NN a)", "no end"), ("a b c", "outside of brackets"), ("(S (NN a) b)", "side by side"),
+     ("(S (NN a b))", "a tag"), ("(S (NN a)))", "outside")],
+)  # fmt: skip
+def test_what_is_no_tree_is_named(tmp_path, text, message):
+    with pytest.raises(TreeError, match=message):
+        list(read_trees([text]))
+    (tmp_path / "bad.trees").write_text(text)
+    with pytest.raises(ShardError, match=r"bad\.trees: line 1"):
+        made(tmp_path / "out", tmp_path / "bad.trees", trees=True)
+
+
+# ---- the hub's layout -----------------------------------------------------------------------------------------------
+
+
+def hub_folder(folder: Path, field: str = "sentence", **splits: list[str]) -> Path:
+    (folder / "data").mkdir(parents=True)
+    for split, lines in splits.items():
+        pq.write_table(pa.table({field: lines}), folder / "data" / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+def test_a_folder_in_the_hubs_layout(tmp_path):
+    lines = random_lines(100)
+    hub = hub_folder(tmp_path / "hub", train=lines, validation=["w1 w2"], test=["w3"])
+    folder = made(tmp_path / "out", hub, split="train", text_field="sentence")
+    vocabulary = vocabulary_of(read_manifest(folder))
+    assert sentences(folder) == [vocabulary.encode(line.split()) for line in lines if line]
+    valid = made(tmp_path / "valid", hub, split="validation", text_field="sentence", existing=str(folder))
+    assert read_manifest(valid).counts["lines"] == 1
+    with pytest.raises(ShardError, match="its fields: sentence"):
+        made(tmp_path / "wrong", hub, split="train")
+    with pytest.raises(UserError, match=r"nosuch"):
+        made(tmp_path / "wrong2", hub, split="nosuch", text_field="sentence")
+
+
+# ---- PTB ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mikolov(tmp_path_factory) -> Path:
+    """Files with the lines and words of Mikolov's, though not his words."""
+    folder = tmp_path_factory.mktemp("simple-examples") / "data"
+    folder.mkdir()
+    for part in ptb.PARTS:
+        lengths = np.full(part.lines, part.words // part.lines)
+        lengths[: part.words - int(lengths.sum())] += 1
+        (folder / part.file).write_text("".join(f" {' '.join(['word'] * n)} \n" for n in lengths.tolist()))
+    return folder
+
+
+def test_prepare_ptb_as_written(mikolov, tmp_path):
+    result = command("ptb", "--source", str(mikolov.parent), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [f"data/ptb/{part.file}" for part in ptb.PARTS]
+    for part in ptb.PARTS:
+        assert (tmp_path / "data/ptb" / part.file).read_bytes() == (mikolov / part.file).read_bytes()
+
+
+def test_ptb_from_an_archive_and_from_the_hubs_layout(mikolov, tmp_path):
+    with tarfile.open(tmp_path / "simple-examples.tgz", "w:gz") as tar:
+        tar.add(mikolov, "simple-examples/data")
+    splits = {p.hub_split: [line.strip() for line in (mikolov / p.file).read_text().splitlines()] for p in ptb.PARTS}
+    hub = hub_folder(tmp_path / "hub", **splits)
+    for number, source in enumerate((tmp_path / "simple-examples.tgz", tmp_path, hub)):
+        for path in ptb.prepare_ptb(str(source), tmp_path / f"ptb{number}"):
+            assert path.read_bytes() == (mikolov / path.name).read_bytes()
+
+
+def test_ptb_that_is_not_mikolovs_is_refused(mikolov, tmp_path):
+    for part in ptb.PARTS:
+        content = (mikolov / part.file).read_text()
+        (tmp_path / part.file).write_text(content + "one more\n" if "valid" in part.file else content)
+    with pytest.raises(UserError, match=r"ptb\.valid\.txt has 3,371 lines and 70,392 words, but"):
+        ptb.prepare_ptb(str(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "ptb.test.txt").unlink()
+    with pytest.raises(UserError, match=r"no ptb\.test\.txt in it"):
+        ptb.prepare_ptb(str(tmp_path), tmp_path / "out")
+    with pytest.raises(UserError, match="no such folder"):
+        ptb.prepare_ptb(str(tmp_path / "nowhere"), tmp_path / "out")
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["ptb"], 1, "--source DIR"),
+        (["a.txt"], 2, "--out FOLDER is missing"),
+        (["a.txt", "--source", "x", "--out", "out"], 2, "--source belongs to"),
+        (["gone.txt", "--out", "out"], 1, "gone.txt: no such file"),
+        (["*.csv", "--out", "out"], 1, "no file matches"),
+        (["-", "--out", "out"], 1, "standard input"),
+        (["a.txt", "--out", "out", "--vocabulary", "none.model"], 1, "should be words, unigram, bpe"),
+        (["a.txt", "--out", "out", "--vocabulary", "a.txt"], 1, "not a SentencePiece model"),
+        (["a.txt", "--out", "out", "--vocabulary", "unigram", "--size", "3"], 1, "larger --size"),
+        (["a.jsonl", "--out", "out", "--field", "body"], 1, "no field 'body'; its fields: text"),
+        (["a.txt", "--out", "a.txt"], 1, "is a file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)  # fmt: skip
+def test_mistakes_get_one_line(arguments, status, message, tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat\n" * 5)
+    (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n')
+    assert message in one_line_error(command(*arguments, cwd=tmp_path), status)
+
+
+def test_options_of_words_from_a_config(tmp_path):
+    (tmp_path / "a.txt").write_text("The cat ate 3 mice\nthe dog ate 14 mice\n")
+    (tmp_path / "c.yaml").write_text(
+        "data: {train: a.txt, vocabulary: {size: 4, lowercase: true, fold_numbers: true}}\nmodel: {nonterminals: 2}\n"
+    )
+    result = command("a.txt", "--out", "out", "--config", "c.yaml", "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["types"] == 4
+    assert set(load_vocabulary(tmp_path / "out/vocab").words) <= {"<unk>", "N", "ate", "mice", "the"}
+
+
+def test_an_interrupted_prepare_leaves_with_one_line(tmp_path):
+    write_shard(tmp_path / "a.txt", random_lines(200_000, seed=2))
+    process = subprocess.Popen([*COMMAND, "a.txt", "--out", "out", "--processes", "2"],
+                               cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    while not (tmp_path / "out/prepare.json").exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "interrupted" in errors
