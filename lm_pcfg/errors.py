@@ -3,3 +3,7 @@
 
 class UserError(Exception):
     """The message is one line: what is wrong, where, and the way out."""
+
+
+class FailedElsewhere(UserError):
+    """Another process failed and says why; this one ends without a word."""

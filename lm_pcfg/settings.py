@@ -185,12 +185,23 @@ class EmaSection(Section):
 
 class CheckpointSection(Section):
     every_steps: Count | None = setting(None, "save every so many steps, besides at every evaluation; null: off")
-    keep_last: Count = setting(2, "checkpoints kept besides the best one")
+    keep_last: Count = setting(2, "newest checkpoints that are kept, besides the best")
+    keep_best: Count = setting(1, "checkpoints with the best evaluations that are kept; the first of them is `best`")
 
 
 class TrackingSection(Section):
     mlflow: Switch = setting(True, "log to MLflow besides metrics.jsonl")
     experiment: str = setting("lm_pcfg", "MLflow's experiment", min_length=1)
+
+
+class EngineSection(Section):
+    """The launcher chooses the engine; what is asked for here is checked against what it really gave."""
+
+    expect: Literal["any", "single", "ddp", "deepspeed"] = setting("any", "engine without which the run is refused")
+    zero_stage: Literal[1, 2, 3] | None = setting(None, "ZeRO stage without which the run is refused; null: any")
+    world_size: Count | None = setting(None, "processes without which the run is refused; null: any number")
+    backend: Literal["auto", "nccl", "gloo"] = setting("auto", "of collectives; with gloo, processes may share a GPU")
+    timeout_seconds: Count = setting(600, "seconds after which a process that does not answer is given up")
 
 
 class Settings(Section):
@@ -211,6 +222,7 @@ class Settings(Section):
     ema: EmaSection = setting(EmaSection, "moving average of the weights")
     checkpoint: CheckpointSection = setting(CheckpointSection, "what is kept")
     tracking: TrackingSection = setting(TrackingSection, "where metrics go")
+    engine: EngineSection = setting(EngineSection, "how processes work together")
 
     @check(mode="after")
     def _backend_has_precision(self) -> Settings:

@@ -1,58 +1,137 @@
-"""Accelerate, and the few collective operations the loop needs. One process today; the loop does not know."""
+"""The process's place among the others: what the launcher gave, checked against the settings.
+
+The launcher's environment decides (`accelerate launch`, torchrun): nothing of it is one process, several processes are
+DDP, ACCELERATE_USE_DEEPSPEED is DeepSpeed. What came of it is stated, and refused where it is not what was asked for.
+"""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import os
+import socket
+from collections import Counter
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs
 
 from lm_pcfg.errors import UserError
 from lm_pcfg.processor import prepare_cpu
 from lm_pcfg.settings import Settings
+from lm_pcfg.training.collectives import Collectives
 
-T = TypeVar("T")
 
-
-class Engine:
-    """The process's place among the others, and its device."""
+class Engine(Collectives):
+    """Its rank, its device, and what all processes do together."""
 
     def __init__(self, settings: Settings):
         if settings.device == "cuda" and not torch.cuda.is_available():
             raise UserError("device: cuda was asked for, but PyTorch sees no GPU; use device=cpu or device=auto")
         prepare_cpu(settings.threads)
-        # Accumulation and precision are this loop's own, whatever a launcher's environment says.
+        # Without a GPU Accelerate has to be told so, or each of several processes would be rank 0 of 1.
+        on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
+        launched = "LOCAL_RANK" in os.environ
+        self.is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+        _check_asked(settings, self.is_deepspeed, launched)
+        if self.is_deepspeed:
+            _prepare_for_deepspeed(on_cpu)
         self.accelerator = Accelerator(
-            cpu=settings.device == "cpu", gradient_accumulation_steps=1, mixed_precision="no"
+            cpu=on_cpu and not self.is_deepspeed,
+            # Accumulation and precision are the loop's own, whatever a launcher's environment says.
+            gradient_accumulation_steps=1,
+            mixed_precision="no",
+            kwargs_handlers=[_process_group(settings, on_cpu)] if launched else None,
         )
-        self.device = self.accelerator.device
+        device = self.accelerator.device
+        super().__init__(
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+            torch.device("cpu") if device.type == "cpu" else device,  # not cpu:1, which safetensors does not know
+        )
         if settings.inside.backend == "triton" and self.device.type != "cuda":
             raise UserError("inside.backend: triton needs a GPU, and this process has none; use inside.backend=auto")
-        self.rank, self.world_size = self.accelerator.process_index, self.accelerator.num_processes
-        self.is_main = self.accelerator.is_main_process
+        self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed else None
+        self._check_given(settings)
+
+    @property
+    def name(self) -> str:
+        if self.zero_stage is not None:
+            return f"DeepSpeed ZeRO {self.zero_stage}"
+        return "DDP" if self.world_size > 1 else "one process"
 
     def describe(self) -> str:
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
-        kind = self.accelerator.distributed_type.value
-        processes = "one process" if kind == "NO" else f"{kind}, {self.world_size} processes"
-        return f"{processes}, {name}{threads}"
-
-    def from_main(self, value: T) -> T:
-        """The main process's value, on every process."""
+        """Engine, world size, devices; all processes take part."""
+        cuda = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if cuda else f"cpu with {_threads()}"
+        places = self.gather((socket.gethostname(), name))
+        devices = ", ".join(f"{count} x {name}" for name, count in Counter(name for _, name in places).items())
+        hosts = len({host for host, _ in places})
         if self.world_size == 1:
-            return value
-        box: list[Any] = [value]
-        broadcast_object_list(box)
-        return box[0]
+            return f"{self.name}, {name}"
+        return f"{self.name}, {self.world_size} processes on {hosts} host{'s' * (hosts > 1)}, {devices}"
 
-    def sums(self, values: list[float]) -> list[float]:
-        """Each summed over the processes, in fp64."""
-        if self.world_size == 1:
-            return values
-        total = self.accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=self.device), "sum")
-        return total.tolist()
+    def _check_given(self, settings: Settings) -> None:
+        """Accelerate falls back silently where its launcher and its environment disagree."""
+        promised = os.environ.get("WORLD_SIZE", "1")
+        if str(self.world_size) != promised:
+            raise UserError(
+                f"the launcher started {promised} processes (WORLD_SIZE), but each would train alone: Accelerate has "
+                f"{self.world_size}; see launch/README.md, or unset WORLD_SIZE for one process"
+            )
+        if self.is_deepspeed != (self.accelerator.distributed_type.value == "DEEPSPEED"):
+            actual = self.accelerator.distributed_type.value
+            raise UserError(f"the launcher asked for DeepSpeed, but Accelerate has {actual}; see launch/README.md")
+        wanted = settings.engine.world_size
+        if wanted is not None and wanted != self.world_size:
+            raise UserError(
+                f"engine.world_size: {wanted} processes were asked for, but there {_are(self.world_size)}; "
+                "see launch/README.md (`accelerate launch --cpu --num_processes 2`, for one, starts a single one)"
+            )
+        if settings.engine.zero_stage is not None and settings.engine.zero_stage != self.zero_stage:
+            raise UserError(f"engine.zero_stage: {settings.engine.zero_stage} was asked for, but this is {self.name}")
+
+
+def _are(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"
+
+
+def _threads() -> str:
+    count = torch.get_num_threads()
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def _check_asked(settings: Settings, is_deepspeed: bool, launched: bool) -> None:
+    """Before any process waits for another."""
+    given = "deepspeed" if is_deepspeed else "ddp" if os.environ.get("WORLD_SIZE", "1") != "1" else "single"
+    if settings.engine.expect not in ("any", given):
+        raise UserError(
+            f"engine.expect: {settings.engine.expect} was asked for, but the launcher gave {given}; "
+            "launch/README.md shows how each is launched"
+        )
+    if is_deepspeed and not launched:
+        raise UserError("ACCELERATE_USE_DEEPSPEED is set, but no launcher started this process; use accelerate launch")
+    if is_deepspeed and settings.device == "cpu" and torch.cuda.is_available():
+        raise UserError("device: cpu with DeepSpeed needs the GPUs to be hidden: set CUDA_VISIBLE_DEVICES= (empty)")
+    if settings.engine.backend == "nccl" and (settings.device == "cpu" or not torch.cuda.is_available()):
+        raise UserError("engine.backend: nccl needs GPUs; use engine.backend=auto")
+
+
+def _process_group(settings: Settings, on_cpu: bool) -> InitProcessGroupKwargs:
+    backend = settings.engine.backend
+    if backend == "auto":
+        backend = "gloo" if on_cpu else "nccl"
+    return InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=settings.engine.timeout_seconds))
+
+
+def _prepare_for_deepspeed(on_cpu: bool) -> None:
+    os.environ["ACCELERATE_USE_CPU"] = "false"  # with it Accelerate runs plain DDP and does not say so
+    if not on_cpu:
+        return
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed.ops
+
+    # A shared-memory all-reduce for inference, which no training calls: DeepSpeed would compile it for 45 s.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def peak_memory(device: torch.device) -> str:

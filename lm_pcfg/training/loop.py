@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,21 @@ from lm_pcfg.console import Progress, duration, progress, say, warn
 from lm_pcfg.corpus.batches import Batch
 from lm_pcfg.corpus.vocabulary import Vocabulary
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar import analysis
 from lm_pcfg.grammar.boundary import backward_through
 from lm_pcfg.grammar.build import build_model
-from lm_pcfg.grammar.likelihood import corpus_score, perplexity, sentence_log_probabilities
+from lm_pcfg.grammar.likelihood import perplexity
 from lm_pcfg.grammar.state_dropout import draw_kept
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.training import checkpoint, data
 from lm_pcfg.training.engine import Engine, peak_memory
+from lm_pcfg.training.evaluation import evaluate
+from lm_pcfg.training.learner import Update, make_learner
 from lm_pcfg.training.metrics_file import MetricsFile
-from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor, make_optimizer, state_dropout_rate
+from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor, state_dropout_rate
 from lm_pcfg.training.position import Position, Window
 from lm_pcfg.training.run_folder import RunFolder, choose_start
+from lm_pcfg.training.saving import Saver
 from lm_pcfg.training.stop_signals import StopSignals
 from lm_pcfg.training.tracking import NoTracker, Status, Tracker
 
@@ -41,22 +42,21 @@ def train(settings: Settings) -> Path:
     """Run the training that the settings describe; returns the run folder."""
     with StopSignals() as stop:
         engine = Engine(settings)
-        start = engine.from_main(choose_start(settings, warn) if engine.is_main else None)
-        assert start is not None
+        start = engine.on_main(lambda: choose_start(settings, warn))
         folder = RunFolder(start.folder)
-        if engine.is_main:
-            folder.claim()
+        engine.on_main(folder.claim)
         vocabulary = folder.load_vocabulary(start.from_checkpoint) if start.from_checkpoint else None
         trainer = Trainer(settings, engine, vocabulary)
         if start.from_checkpoint is not None:
             same_run = checkpoint.run_folder_of(start.from_checkpoint) == start.folder.resolve()
             trainer.restore(start.from_checkpoint, same_run=same_run)
-            if same_run and engine.is_main:
-                trainer.repair_best(start.folder)
+            if same_run:
+                engine.on_main(lambda: trainer.repair_best(start.folder))
+        engine.on_main(lambda: folder.begin(settings, trainer.corpora.vocabulary))
+        description = engine.describe()
         if engine.is_main:
-            folder.begin(settings, trainer.corpora.vocabulary)
             where = f", continued from step {trainer.position.step}" if start.from_checkpoint else ""
-            say(f"run {start.folder}{where}: {engine.describe()}")
+            say(f"run {start.folder}{where}: {description}")
         trainer.run(folder, stop)
     return start.folder
 
@@ -71,7 +71,7 @@ def dry_run(settings: Settings) -> dict[str, Any]:
     window = trainer.position.window
     return {
         "device": trainer.engine.describe(),
-        "parameters": sum(parameter.numel() for parameter in trainer.parameters),
+        "parameters": sum(tensor.numel() for tensor in trainer.skeleton.parameters()),
         "vocabulary": len(trainer.corpora.vocabulary),
         "steps_per_epoch": trainer.stream.steps_per_epoch(0),
         "total_steps": trainer.total_steps,
@@ -88,18 +88,18 @@ class Trainer:
         self.settings, self.engine = settings, engine
         self.corpora = data.load_corpora(settings, vocabulary)
         self.stream = data.training_stream(settings, self.corpora.train, rank=engine.rank, world_size=engine.world_size)
-        model = build_model(settings.model, len(self.corpora.vocabulary), settings.seed).to(engine.device)
-        self.parameters = list(model.parameters())
-        self.optimizer = make_optimizer(self.parameters, settings.optimizer)
-        self.plain_model = model
-        self.average = MovingAverage(model, settings.ema.decay) if settings.ema.decay else None
-        # `model` is what the engine wraps (gradients are averaged over ranks there); plain_model has the same weights.
-        self.model, self.optimizer = engine.accelerator.prepare(model, self.optimizer)
+        model = self._build_model().to(engine.device)
+        self.skeleton = self._build_model().to("meta")  # names, shapes and forward, without memory
+        self.learner = make_learner(model, settings.optimizer, engine)
+        self.average = MovingAverage(self.learner.pieces(), settings.ema.decay) if settings.ema.decay else None
         self.position = Position()
         self._saved_step = 0
         self.total_steps = sum(self.stream.steps_per_epoch(epoch) for epoch in range(settings.training.epochs))
         if settings.training.max_steps is not None:
             self.total_steps = min(self.total_steps, settings.training.max_steps)
+
+    def _build_model(self) -> torch.nn.Module:
+        return build_model(self.settings.model, len(self.corpora.vocabulary), self.settings.seed)
 
     # ---- one optimizer step -----------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class Trainer:
         model = settings.model
         dropout = state_dropout_rate(model, position.step, self.total_steps)
         kept = draw_kept(model.nonterminals, model.preterminals, dropout, seed=settings.seed, step=position.step)
-        grammar = self.model(kept)
+        grammar = self.learner.model(kept)
         leaves = grammar.detached()
         nll = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         statistics = Statistics()
@@ -130,34 +130,27 @@ class Trainer:
                 # The engine averages over ranks, so that the gradient is that of (sum over all ranks) / global count.
                 (-log_z.sum() * (self.engine.world_size / count)).backward()
                 nll -= log_z.detach().double().sum()
-        self.engine.accelerator.backward(backward_through(grammar, leaves))
-        clip = settings.optimizer.clip
-        norm = self.engine.accelerator.clip_grad_norm_(self.parameters, clip if clip is not None else math.inf)
-        total_nll, recomputed = self.engine.sums([nll.item(), float(statistics.recomputed)])
+        factor = learning_rate_factor(settings.optimizer.schedule, position.step, self.total_steps)
+        self.learning_rate = settings.optimizer.learning_rate * factor
+        update = self.learner.update(
+            backward_through(grammar, leaves), nll, float(statistics.recomputed), self.learning_rate
+        )
+        if update.applied and self.average is not None:
+            self.average.update(self.learner.pieces())
+        self._count(update, sentences, words)
+        return update.applied
 
-        finite = math.isfinite(total_nll) and math.isfinite(float(norm))
-        if finite:
-            factor = learning_rate_factor(settings.optimizer.schedule, position.step, self.total_steps)
-            for group in self.optimizer.param_groups:
-                group["lr"] = settings.optimizer.learning_rate * factor
-            self.optimizer.step()
-            if self.average is not None:
-                self.average.update(self.plain_model)
-        self.optimizer.zero_grad()
-        self._count(finite, total_nll, float(norm), sentences, words, recomputed)
-        return finite
-
-    def _count(self, finite: bool, nll: float, norm: float, sentences: float, words: float, recomputed: float) -> None:
+    def _count(self, update: Update, sentences: float, words: float) -> None:
         position, window = self.position, self.position.window
         position.step += 1
         window.steps += 1
-        window.recomputed += recomputed
-        if finite:
+        window.recomputed += update.recomputed
+        if update.applied:
             position.skipped_in_a_row = 0
-            window.nll += nll
+            window.nll += update.nll
             window.sentences += sentences
             window.words += words
-            window.gradient_norm += norm
+            window.gradient_norm += update.gradient_norm
         else:
             position.skipped += 1
             position.skipped_in_a_row += 1
@@ -168,6 +161,7 @@ class Trainer:
     def run(self, folder: RunFolder, stop: StopSignals) -> None:
         self.folder = folder
         self.metrics = MetricsFile(folder.path / "metrics.jsonl", warn)
+        self.saver = Saver(folder.path, self.settings.checkpoint.keep_last)
         self.tracker = self._start_tracking()
         status: Status = "FAILED"
         try:
@@ -179,6 +173,7 @@ class Trainer:
                     say(data.describe("valid", self.corpora.valid))
             with progress("step", self.total_steps, done=self.position.step, show=self.engine.is_main) as bar:
                 finished, reason = self._loop(stop, bar)
+            self.engine.on_main(self.saver.wait)
             status = "FINISHED" if finished else "KILLED"
             if self.engine.is_main:
                 folder.mark_finished(finished, reason)
@@ -235,7 +230,11 @@ class Trainer:
             )
 
     def _stop_agreed(self, stop: StopSignals) -> bool:
-        return self.engine.sums([float(stop.received is not None)])[0] > 0
+        """Whether any process was asked to stop. A checkpoint that could not be written ends the run on all of them."""
+        asked, failed = self.engine.sums([float(stop.received is not None), float(self.saver.failed())])
+        if failed:
+            self.engine.on_main(self.saver.wait)
+        return asked > 0
 
     def _out_of_patience(self) -> bool:
         patience = self.settings.evaluation.patience
@@ -262,37 +261,15 @@ class Trainer:
 
     def _evaluate(self, bar: Progress) -> None:
         assert self.corpora.valid is not None
-        settings, position = self.settings, self.position
-        began = time.perf_counter()
-        statistics = Statistics()
-        averaged = self.average.in_place_of(self.plain_model) if self.average else nullcontext()
-        with averaged, torch.no_grad():  # the grammar shares memory with the weights, so it lives in here
-            grammar = self.plain_model(None)
-            log_p = sentence_log_probabilities(
-                grammar, self.corpora.valid, batch_cost=settings.evaluation.batch_cost,
-                precision=settings.evaluation.precision, backend=settings.inside.backend, statistics=statistics,
-            )  # fmt: skip
-            properties = analysis.summary(grammar)
-        score = corpus_score(self.corpora.valid, log_p)
-        improved = position.take_evaluation(score.nll / score.tokens if score.tokens else None, score.impossible)
-        seconds = time.perf_counter() - began
-        self._record(
-            {
-                "valid/ppl": score.perplexity,
-                "valid/ppl_words": score.words_perplexity,
-                "valid/nll": score.nll,
-                "valid/tokens": score.tokens,
-                "valid/impossible": score.impossible,
-                "valid/recomputed": statistics.recomputed,
-                "valid/seconds": round(seconds, 3),
-                **properties,
-            }
-        )
+        weights = self.learner.whole(self.average.weights if self.average else self.learner.pieces())
+        result = evaluate(self.skeleton, weights, self.corpora.valid, self.settings, self.engine)
+        score = result.score
+        nll = score.nll / score.tokens if score.tokens else None
+        improved = self.position.take_evaluation(nll, score.impossible)
+        self._record(result.metrics())
         if self.engine.is_main:
-            impossible = f", {score.impossible} sentences with probability 0" if score.impossible else ""
             mark = "  best so far" if improved else ""
-            what = f"validation perplexity {score.perplexity:.3f}{impossible}"
-            bar.message(f"step {position.step}: {what} ({duration(seconds)}){mark}")
+            bar.message(f"step {self.position.step}: {result.describe()} ({duration(result.seconds)}){mark}")
         self._last_log = time.perf_counter()
 
     def _log_window(self, epoch: int) -> str:
@@ -305,7 +282,7 @@ class Trainer:
             "epoch": epoch,
             "train/skipped": self.position.skipped,
             "train/recomputed": window.recomputed,
-            "train/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "train/learning_rate": self.learning_rate,
         }
         detail = "no finite update"
         if updates:
@@ -356,26 +333,22 @@ class Trainer:
             return
         self._saved_step = position.step
         position.ema_updates = self.average.updates if self.average else 0
-        if self.engine.is_main:
-            named = list(self.plain_model.named_parameters())
-            saved = checkpoint.save(
-                self.folder.path,
-                position.step,
-                model=dict(self.plain_model.state_dict()),
-                optimizer=checkpoint.optimizer_tensors(self._torch_optimizer(), named),
-                ema=self.average.weights if self.average else None,
-                state={
-                    **asdict(position),
-                    "data": self.stream.state(),
-                    "epoch": self.stream.epoch,
-                    "seed": self.settings.seed,
-                    "world_size": self.engine.world_size,
-                    "vocabulary_hash": self.corpora.vocabulary.hash,
-                },
-            )
-            if position.best_step == position.step:
-                checkpoint.point_best(self.folder.path, saved)
-            checkpoint.prune(self.folder.path, self.settings.checkpoint.keep_last)
+        learner = self.learner
+        tensors = {  # all processes take part in gathering these, one writes them
+            "model": learner.whole(learner.pieces()),
+            "optimizer": learner.optimizer_tensors(),
+            "ema": learner.whole(self.average.weights) if self.average else None,
+        }
+        state = {
+            **asdict(position),
+            "data": self.stream.state(),
+            "epoch": self.stream.epoch,
+            "seed": self.settings.seed,
+            "world_size": self.engine.world_size,
+            "engine": self.engine.name,
+            "vocabulary_hash": self.corpora.vocabulary.hash,
+        }
+        self.engine.on_main(lambda: self.saver.start(tensors, state))
 
     def restore(self, folder: Path, *, same_run: bool) -> None:
         """Continue bit for bit from a checkpoint; a run that starts from another run's has no best of its own yet."""
@@ -383,22 +356,18 @@ class Trainer:
         state = loaded.state
         if state["vocabulary_hash"] != self.corpora.vocabulary.hash:
             raise UserError(f"{folder} was trained with another vocabulary than its run's folder vocab/ holds")
-        try:
-            self.plain_model.load_state_dict(loaded.model)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{folder} does not fit the settings of `model`: {reason[:300]}") from None
+        if mismatch := _mismatch(self.skeleton, loaded.model):
+            raise UserError(f"{folder} does not fit the settings of `model`: {mismatch}")
         assert loaded.optimizer is not None
-        checkpoint.load_optimizer_tensors(
-            self._torch_optimizer(), list(self.plain_model.named_parameters()), loaded.optimizer
-        )
+        self.learner.load(loaded.model, loaded.optimizer)
         self.position = Position.of(state)
         self._saved_step = self.position.step if same_run else 0
         if not same_run:
             self.position.forget_best()
         if self.average is not None:
             # A run that had no average so far starts one from its weights.
-            self.average.load(loaded.ema or loaded.model, self.position.ema_updates)
+            weights = self.learner.pieces_of(loaded.ema or loaded.model)
+            self.average.load(weights, self.position.ema_updates)
         self.stream.restore(state["data"])
 
     def repair_best(self, run_folder: Path) -> None:
@@ -407,5 +376,12 @@ class Trainer:
             if checkpoint.step_of(saved) == self.position.best_step:
                 checkpoint.point_best(run_folder, saved)
 
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        return getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
+
+def _mismatch(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> str | None:
+    """How the tensors differ from what the model needs, in words."""
+    needed = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    given = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(needed.keys() | given.keys()):
+        if needed.get(name) != given.get(name):
+            return f"{name} is {given.get(name, 'missing')} there, but {needed.get(name, 'unknown')} here"
+    return None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -47,38 +46,22 @@ def state_dropout_rate(model: ModelSection, step: int, total_steps: int) -> floa
 
 
 class MovingAverage:
-    """EMA of the weights. Early on the decay is smaller, (1 + n) / (10 + n), so that the start is soon forgotten."""
+    """EMA of the weights. Early on the decay is smaller, (1 + n) / (10 + n), so that the start is soon forgotten.
 
-    def __init__(self, model: nn.Module, decay: float):
+    It averages pieces of the weights where each process has only those (ZeRO 3), without any communication.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], decay: float):
         self.decay = decay
         self.updates = 0
-        self.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self.weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
 
-    def update(self, model: nn.Module) -> None:
+    def update(self, weights: dict[str, Tensor]) -> None:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
-        parameters = dict(model.named_parameters())
-        torch._foreach_lerp_(
-            list(self.weights.values()), [parameters[name].detach() for name in self.weights], 1.0 - decay
-        )
+        torch._foreach_lerp_(list(self.weights.values()), [weights[name] for name in self.weights], 1.0 - decay)
 
     def load(self, weights: dict[str, Tensor], updates: int) -> None:
         self.updates = updates
         for name, tensor in self.weights.items():
             tensor.copy_(weights[name])
-
-    @contextmanager
-    def in_place_of(self, model: nn.Module) -> Iterator[None]:
-        """The model with the averaged weights, for an evaluation."""
-        own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        _fill(model, self.weights)
-        try:
-            yield
-        finally:
-            _fill(model, own)
-
-
-def _fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])

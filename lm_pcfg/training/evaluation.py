@@ -1,0 +1,60 @@
+"""The validation text under the current weights: shared out to the processes, the result bit for bit that of one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from flash_inside import Statistics
+from lm_pcfg.corpus.sentences import Sentences
+from lm_pcfg.grammar import analysis
+from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_probabilities
+from lm_pcfg.settings import Settings
+from lm_pcfg.training.collectives import Collectives
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    score: CorpusScore
+    recomputed: float
+    grammar: dict[str, float]  # entropies and the like
+    seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "valid/ppl": self.score.perplexity,
+            "valid/ppl_words": self.score.words_perplexity,
+            "valid/nll": self.score.nll,
+            "valid/tokens": self.score.tokens,
+            "valid/impossible": self.score.impossible,
+            "valid/recomputed": self.recomputed,
+            "valid/seconds": round(self.seconds, 3),
+            **self.grammar,
+        }
+
+    def describe(self) -> str:
+        impossible = f", {self.score.impossible} sentences with probability 0" if self.score.impossible else ""
+        return f"validation perplexity {self.score.perplexity:.3f}{impossible}"
+
+
+def evaluate(
+    skeleton: nn.Module, weights: dict[str, Tensor], valid: Sentences, settings: Settings, processes: Collectives
+) -> Evaluation:
+    """skeleton: the model without memory (on `meta`); `weights` are put in, be they averaged or gathered."""
+    began = time.perf_counter()
+    statistics = Statistics()
+    with torch.no_grad():
+        grammar = functional_call(skeleton, weights, (None,))
+        own = sentence_log_probabilities(
+            grammar, valid, batch_cost=settings.evaluation.batch_cost, precision=settings.evaluation.precision,
+            backend=settings.inside.backend, statistics=statistics,
+            rank=processes.rank, world_size=processes.world_size,
+        )  # fmt: skip
+        properties = analysis.summary(grammar)
+    log_p = processes.sum_tensor(torch.from_numpy(own).to(processes.device)).cpu().numpy()
+    (recomputed,) = processes.sums([float(statistics.recomputed)])
+    return Evaluation(corpus_score(valid, log_p), recomputed, properties, time.perf_counter() - began)

@@ -1,0 +1,103 @@
+"""The model and its optimizer as an engine holds them, behind one face: one process and DDP here, DeepSpeed in zero.py.
+
+Whatever the engine, what goes into a checkpoint and comes out of it is whole tensors by parameter name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lm_pcfg.settings import OptimizerSection
+from lm_pcfg.training import checkpoint
+from lm_pcfg.training.engine import Engine
+from lm_pcfg.training.optimization import make_optimizer
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Update:
+    """Of one step, over all processes, so that all of them come to the same decision."""
+
+    applied: bool  # False: loss or gradient were not finite, and the weights are as they were
+    nll: float
+    gradient_norm: float  # before clipping
+    recomputed: float
+
+
+class Learner:
+    """One process, or DDP: every process has all weights and all optimizer state."""
+
+    def __init__(self, model: nn.Module, settings: OptimizerSection, engine: Engine):
+        self.plain_model, self.engine, self.clip = model, engine, settings.clip
+        self.parameters: dict[str, Any] = dict(model.named_parameters())
+        self.optimizer: Any = make_optimizer(self.parameters.values(), settings)
+        # `model` is what the engine wraps: gradients are averaged over the processes there.
+        self.model, self.optimizer = self._prepare(model, self.optimizer)
+
+    def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        return self.engine.accelerator.prepare(model, optimizer)
+
+    # ---- one step ---------------------------------------------------------------------------------------------------
+
+    def update(self, through: Tensor, nll: Tensor, recomputed: float, learning_rate: float) -> Update:
+        """through: scalar whose backward pass reaches the parameters; nll: of this process's sentences."""
+        accelerator = self.engine.accelerator
+        accelerator.backward(through)
+        clip = self.clip if self.clip is not None else math.inf
+        norm = float(accelerator.clip_grad_norm_(self.parameters.values(), clip))  # of averaged gradients: on all alike
+        total_nll, recomputed = self.engine.sums([nll.item(), recomputed])
+        finite = math.isfinite(total_nll) and math.isfinite(norm)
+        if finite:
+            self._set_learning_rate(learning_rate)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Update(finite, total_nll, norm, recomputed)
+
+    def _set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    # ---- weights and optimizer state --------------------------------------------------------------------------------
+
+    def pieces(self) -> Tensors:
+        """This process's part of each parameter, flat or whole: the optimizer's own memory, not copies."""
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def whole(self, pieces: Tensors) -> Tensors:
+        """Whole tensors from every process's pieces (the weights', or a moving average of them); all take part."""
+        return pieces
+
+    def pieces_of(self, whole: Tensors) -> Tensors:
+        """The reverse: what of these whole tensors is this process's part."""
+        return whole
+
+    def optimizer_tensors(self) -> Tensors:
+        """As checkpoints hold it (checkpoint.optimizer_tensors); all processes take part."""
+        return checkpoint.optimizer_tensors(self._torch_optimizer(), self.parameters.items())
+
+    def load(self, weights: Tensors, optimizer: Tensors) -> None:
+        """Continue from a checkpoint's tensors."""
+        self._load_weights(weights)
+        checkpoint.load_optimizer_tensors(self._torch_optimizer(), list(self.parameters.items()), optimizer)
+
+    def _load_weights(self, weights: Tensors) -> None:
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(weights[name])
+
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
+
+
+def make_learner(model: nn.Module, settings: OptimizerSection, engine: Engine) -> Learner:
+    if not engine.is_deepspeed:
+        return Learner(model, settings, engine)
+    from lm_pcfg.training.zero import ZeroLearner  # DeepSpeed takes seconds to import
+
+    return ZeroLearner(model, settings, engine)

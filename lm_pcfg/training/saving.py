@@ -1,0 +1,64 @@
+"""Checkpoints written beside the training: copied to memory of their own, then to disk in a thread, one at a time."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lm_pcfg.training import checkpoint
+
+Tensors = dict[str, Tensor]
+
+
+class Saver:
+    """Of the main process. A write that failed is told by `failure`, and raised by the next `start` or `wait`."""
+
+    def __init__(self, run_folder: Path, keep_last: int):
+        self.run_folder, self.keep_last = run_folder, keep_last
+        self._writing: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def start(self, tensors: dict[str, Tensors | None], state: dict[str, Any]) -> None:
+        """tensors: model, optimizer, ema. Returns once they are copied; first waits for an earlier write."""
+        self.wait()
+        copies = {name: None if part is None else _copied(part) for name, part in tensors.items()}
+        # Not a daemon: the interpreter waits for it, so that a run that ends for another reason still has it.
+        self._writing = threading.Thread(target=self._write, args=(copies, state), name="checkpoint")
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def _write(self, copies: dict[str, Any], state: dict[str, Any]) -> None:
+        try:
+            saved = checkpoint.save(self.run_folder, state["step"], state=state, **copies)
+            if state["best_step"] == state["step"]:
+                checkpoint.point_best(self.run_folder, saved)
+            checkpoint.prune(self.run_folder, self.keep_last)
+        except BaseException as error:  # a bug, too, has to reach the main thread
+            self._failure = error
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    """In memory of their own; from a GPU through pinned memory, all at a time."""
+    copies = {}
+    for name, tensor in tensors.items():
+        pinned = tensor.device.type == "cuda"
+        copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        copies[name].copy_(tensor.detach(), non_blocking=pinned)
+    if any(tensor.device.type == "cuda" for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return copies

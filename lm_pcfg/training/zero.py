@@ -1,0 +1,175 @@
+"""The model and its optimizer under DeepSpeed: ZeRO 1 and 2 split optimizer state over processes, ZeRO 3 weights too.
+
+DeepSpeed keeps a second copy of its part of the weights, flat, which its optimizer updates; what is loaded goes into
+both. `accelerator.backward` also steps, so the learning rate and everything that may forbid a step come before it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed
+from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+from torch import Tensor, nn
+
+from lm_pcfg.errors import UserError
+from lm_pcfg.settings import OptimizerSection
+from lm_pcfg.training.checkpoint import CheckpointError
+from lm_pcfg.training.engine import Engine
+from lm_pcfg.training.learner import Learner, Tensors, Update
+
+# DeepSpeed calls what torch 2.13 has given new names; a line on every rank and every step would bury all others.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ZeroLearner(Learner):
+    def __init__(self, model: nn.Module, settings: OptimizerSection, engine: Engine):
+        _configure(engine.accelerator.state.deepspeed_plugin.deepspeed_config, settings)
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.in_pieces = engine.zero_stage == 3
+        super().__init__(model, settings, engine)
+        self.zero: Any = self.optimizer.optimizer  # DeepSpeed's, around torch's
+
+    # ---- one step ---------------------------------------------------------------------------------------------------
+
+    def update(self, through: Tensor, nll: Tensor, recomputed: float, learning_rate: float) -> Update:
+        """The loss is summed first: where it is not finite, no process enters the backward pass, which would step.
+
+        A gradient that is not finite DeepSpeed finds itself, in the norm over all processes, and leaves the step out.
+        """
+        total_nll, recomputed = self.engine.sums([nll.item(), recomputed])
+        if not math.isfinite(total_nll):
+            return Update(False, total_nll, math.nan, recomputed)
+        self._set_learning_rate(learning_rate)
+        self.engine.accelerator.backward(through)
+        norm = float(self.zero._global_grad_norm)  # inf after a step left out
+        return Update(not self.zero.overflow, total_nll, norm, recomputed)
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def pieces(self) -> Tensors:
+        if not self.in_pieces:
+            return super().pieces()
+        return {name: parameter.ds_tensor.detach() for name, parameter in self.parameters.items()}
+
+    def whole(self, pieces: Tensors) -> Tensors:
+        return {name: self._gathered(name, piece) for name, piece in pieces.items()} if self.in_pieces else pieces
+
+    def pieces_of(self, whole: Tensors) -> Tensors:
+        return {name: self._piece(name, tensor) for name, tensor in whole.items()} if self.in_pieces else whole
+
+    def _gathered(self, name: str, piece: Tensor) -> Tensor:
+        """ZeRO 3 cuts a flat parameter into equal pieces, the last one padded."""
+        parts = [torch.empty_like(piece) for _ in range(self.engine.world_size)]
+        torch.distributed.all_gather(parts, piece.contiguous())
+        shape = self.shapes[name]
+        return torch.cat(parts)[: shape.numel()].view(shape)
+
+    def _piece(self, name: str, whole: Tensor) -> Tensor:
+        size = self.parameters[name].ds_tensor.numel()
+        piece = torch.zeros(size, dtype=whole.dtype, device=self.engine.device)
+        part = whole.flatten()[size * self.engine.rank : size * (self.engine.rank + 1)]
+        piece[: len(part)] = part
+        return piece
+
+    def _load_weights(self, weights: Tensors) -> None:
+        if not self.in_pieces:
+            super()._load_weights(weights)
+            for name, parameter in self.parameters.items():
+                safe_set_full_fp32_param(parameter, weights[name].to(self.engine.device))
+            return
+        parameters = list(self.parameters.values())
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):  # rank 0's are dealt out at the end
+            super()._load_weights(weights)
+        for name, piece in self.pieces_of(weights).items():
+            safe_set_local_fp32_param(self.parameters[name], piece)
+
+    # ---- optimizer state: torch's optimizer has flat tensors that hold parts of many parameters ---------------------
+
+    def optimizer_tensors(self) -> Tensors:
+        tensors = {}
+        steps = self._steps()
+        for name in self.parameters:
+            tensors[f"step/{name}"] = torch.tensor(steps, dtype=torch.float32)
+            for key in _MOMENTS if steps else ():
+                tensors[f"{key}/{name}"] = self._whole_state(name, key)
+        return tensors
+
+    def load(self, weights: Tensors, optimizer: Tensors) -> None:
+        self._load_weights(weights)
+        steps = {optimizer[f"step/{name}"].item() for name in self.parameters}
+        if len(steps) != 1:
+            raise CheckpointError("its parameters had different numbers of updates, which DeepSpeed cannot continue")
+        step = steps.pop()
+        if not step:
+            return
+        for flat in self._flat_tensors():
+            self.zero.optimizer.state[flat] = {
+                "step": torch.tensor(step, dtype=torch.float32),
+                **{key: torch.zeros_like(flat, requires_grad=False) for key in _MOMENTS},
+            }
+        for name in self.parameters:
+            for key in _MOMENTS:
+                whole = optimizer[f"{key}/{name}"].to(self.engine.device)
+                if whole.shape != self.shapes[name]:
+                    raise CheckpointError(f"optimizer state {key}/{name} has another shape than {name}")
+                for own, of_flat in self._fragments(name, key):
+                    part = self._piece(name, whole) if self.in_pieces else whole.flatten()
+                    of_flat.copy_(part[own])
+
+    def _flat_tensors(self) -> list[Tensor]:
+        zero = self.zero
+        return list(zero.fp32_partitioned_groups_flat if self.in_pieces else zero.single_partition_of_fp32_groups)
+
+    def _steps(self) -> float:
+        """How many updates there were; 0 before torch's optimizer has any state."""
+        steps = {
+            float(state["step"]) for flat in self._flat_tensors() if (state := self.zero.optimizer.state.get(flat))
+        }
+        assert len(steps) <= 1, "one optimizer step updates all parameters"
+        return steps.pop() if steps else 0.0
+
+    def _whole_state(self, name: str, key: str) -> Tensor:
+        if self.in_pieces:
+            ((_, piece),) = self._fragments(name, key)
+            return self._gathered(name, piece)
+        whole = torch.zeros(self.shapes[name], dtype=torch.float32, device=self.engine.device)
+        for own, of_flat in self._fragments(name, key):
+            whole.view(-1)[own] = of_flat
+        return self.engine.sum_tensor(whole)  # every element is in one process's part alone: exact
+
+    def _fragments(self, name: str, key: str) -> Iterator[tuple[slice, Tensor]]:
+        """This process's part of a parameter's state: where it lies in the flat piece or parameter; its memory."""
+        parameter = self.parameters[name]
+        if self.in_pieces:
+            group, start, size = self.zero.grad_position[self.zero.get_param_id(parameter)]
+            yield slice(size), self.zero.optimizer.state[self._flat_tensors()[group]][key][start : start + size]
+        elif (mapping := parameter._hp_mapping) is not None:
+            own, flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+            group = self._flat_tensors()[mapping.param_group_index]
+            state = self.zero.optimizer.state[group][key]
+            yield slice(own.start, own.start + own.numel), state[flat.start : flat.start + flat.numel]
+
+
+def _configure(config: dict[str, Any], settings: OptimizerSection) -> None:
+    """Set in DeepSpeed's configuration what this loop decides; refuse what it cannot do."""
+    zero = config.get("zero_optimization", {})
+    for name in ("fp16", "bf16"):
+        if config.get(name, {}).get("enabled") is True:
+            raise UserError(f"DeepSpeed's {name} would round the weights; switch it off and use inside.precision")
+    for name in ("offload_optimizer", "offload_param"):
+        if zero.get(name, {}).get("device", "none") not in ("none", None):
+            raise UserError(f"DeepSpeed's {name} is not supported: these models are small; remove it from its settings")
+    if zero.get("stage", 0) not in (1, 2, 3):
+        raise UserError("DeepSpeed without ZeRO does what DDP does; launch without it, or with --zero_stage 1, 2 or 3")
+    config["gradient_clipping"] = settings.clip if settings.clip is not None else 0.0
+    config["gradient_accumulation_steps"] = 1  # micro-batches meet in the grammar, before the engine sees anything
+    config["train_micro_batch_size_per_gpu"] = 1  # batches vary; DeepSpeed uses it for its own prints only
+    config.pop("train_batch_size", None)
+    config["steps_per_print"] = math.inf

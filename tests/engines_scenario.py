@@ -1,0 +1,141 @@
+"""What test_engines.py runs on every rank: python engines_scenario.py FOLDER ENGINE... (see there)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from lm_pcfg.grammar.boundary import Grammar
+from lm_pcfg.settings_file import load_settings
+from lm_pcfg.training import checkpoint, loop
+from lm_pcfg.training.engine import Engine
+
+BATCHES_A_STEP = 4  # of all ranks together, so that every world size makes the same steps
+STEPS, SAVED = 30, 15
+
+
+def use_engine(name: str) -> None:
+    """What `accelerate launch` would have said: one process start serves several engines."""
+    AcceleratorState._reset_state(True)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = str(name.startswith("zero")).lower()
+    if name.startswith("zero"):
+        os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = name[-1]
+
+
+def settings_of(folder: Path, name: str, *overrides: str):
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    accumulate = f"batch.accumulate={max(1, BATCHES_A_STEP // world_size)}"
+    return load_settings(folder / "small.yaml", [f"name={name}", accumulate, *overrides])
+
+
+def train_and_resume(folder: Path, engine: str) -> None:
+    """30 steps; then steps 16 to 30 again, from the checkpoint of whoever trained last at another world size."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    name = f"{engine}-{world_size}"
+    asked = {"single": "single", "ddp": "ddp"}.get(engine, "deepspeed")
+    overrides = [f"engine.expect={asked}", f"engine.world_size={world_size}"]
+    if asked == "deepspeed":
+        overrides.append(f"engine.zero_stage={engine[-1]}")
+    loop.train(settings_of(folder, name, *overrides))
+    others = sorted(path.name for path in (folder / "runs").iterdir() if not path.name.endswith(("again", world_size)))
+    if others:
+        other = others[hash_of(engine) % len(others)]
+        source = folder / "runs" / other / "checkpoints" / f"step-{SAVED:08d}"
+        loop.train(settings_of(folder, f"{name}-again", f"resume={source}", *overrides))
+
+
+def hash_of(engine: str) -> int:
+    return sum(engine.encode())
+
+
+def restores_exactly(folder: Path, engine: str) -> None:
+    """Every checkpoint there is, loaded and gathered again: the same bits in weights, average and optimizer state."""
+    settings = settings_of(folder, "restored")
+    trainer = loop.Trainer(settings, Engine(settings), None)
+    for run in sorted((folder / "runs").iterdir()):
+        source = run / "checkpoints" / f"step-{SAVED:08d}"
+        if not source.is_dir():
+            continue
+        trainer.restore(source, same_run=False)
+        learner = trainer.learner
+        gathered = {
+            "model": learner.whole(learner.pieces()),
+            "optimizer": learner.optimizer_tensors(),
+            "ema": learner.whole(trainer.average.weights),
+        }
+        for file, tensors in gathered.items():
+            saved = load_file(source / f"{file}.safetensors")
+            assert saved.keys() == tensors.keys(), (engine, run.name, file, saved.keys() ^ tensors.keys())
+            for tensor_name, tensor in saved.items():
+                assert torch.equal(tensor, tensors[tensor_name]), (engine, run.name, file, tensor_name)
+
+
+def skips_together(folder: Path, engine: str) -> None:
+    """One rank's loss, then one rank's gradient, is not finite: no rank takes the step, and all go on."""
+    settings = settings_of(folder, "skipping")
+    trainer = loop.Trainer(settings, Engine(settings), None)
+    last_rank = trainer.engine.rank == trainer.engine.world_size - 1
+    original = Grammar.log_likelihood
+
+    class SpoiltGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(context, values):
+            return values.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient * float("inf")
+
+    def weights():
+        return {name: tensor.clone() for name, tensor in trainer.learner.whole(trainer.learner.pieces()).items()}
+
+    for spoil in (lambda values: values * float("nan"), SpoiltGradient.apply):
+        before, moments = weights(), trainer.learner.optimizer_tensors()
+        if last_rank:
+            Grammar.log_likelihood = lambda *a, spoil=spoil, **k: spoil(original(*a, **k))
+        assert not trainer.step(trainer.stream.next_step()), engine
+        Grammar.log_likelihood = original
+        after, still = weights(), trainer.learner.optimizer_tensors()
+        assert all(torch.equal(before[name], after[name]) for name in before), engine
+        assert all(torch.equal(moments[name], still[name]) for name in moments), engine
+        assert trainer.step(trainer.stream.next_step()), engine
+        changed = weights()
+        assert not all(torch.equal(after[name], changed[name]) for name in after), engine
+        assert all(torch.isfinite(tensor).all() for tensor in changed.values()), engine
+    # Every rank has counted the same.
+    counts = trainer.engine.gather((trainer.position.step, trainer.position.skipped))
+    assert set(counts) == {(4, 2)}, counts
+
+
+def evaluates_alike(folder: Path, engine: str) -> None:
+    """The evaluation of one checkpoint, to compare bit for bit."""
+    settings = settings_of(folder, "evaluated")
+    trainer = loop.Trainer(settings, Engine(settings), None)
+    trainer.restore(folder / "runs" / "single-1" / "checkpoints" / f"step-{SAVED:08d}", same_run=False)
+    weights = trainer.learner.whole(trainer.average.weights)
+    result = loop.evaluate(trainer.skeleton, weights, trainer.corpora.valid, settings, trainer.engine)
+    if trainer.engine.is_main:
+        file = folder / f"evaluated-{engine}-{trainer.engine.world_size}.json"
+        file.write_text(json.dumps([result.score.nll.hex(), result.score.words, result.score.lines]))
+
+
+def main(folder: Path, engines: list[str]) -> None:
+    assert checkpoint.FORMAT == 1
+    for engine in engines:
+        use_engine(engine)
+        train_and_resume(folder, engine)
+    for engine in engines:
+        use_engine(engine)
+        restores_exactly(folder, engine)
+        skips_together(folder, engine)
+        evaluates_alike(folder, engine)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
