@@ -6,7 +6,13 @@
 : "${repository:?}"
 set -uo pipefail
 
-say() { echo "lm_pcfg job $SLURM_JOB_ID: $*" >&2; }
+# The id of one element of an array may be the id of the whole array as well: scontrol is given both numbers.
+job=$SLURM_JOB_ID
+if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+  job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
+
+say() { echo "lm_pcfg job $job: $*" >&2; }
 
 fail() {
   say "error: $*"
@@ -74,7 +80,7 @@ train_job() {
   MAIN_ADDRESS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   # Below the ports that Linux hands out itself (32768 and up). Each element of a job array has a job id of its own.
   MAIN_PORT=${MAIN_PORT:-$((12000 + SLURM_JOB_ID % 20000))}
-  LOGS=$run_folder/logs/job-$SLURM_JOB_ID/start-${SLURM_RESTART_COUNT:-0}
+  LOGS=$run_folder/logs/job-$job/start-${SLURM_RESTART_COUNT:-0}
   export MAIN_ADDRESS MAIN_PORT LOGS
   mkdir -p "$LOGS" || fail "cannot write to $run_folder"
   say "$ENGINE, nodes: $nodes, processes a node: $PROCESSES_PER_NODE, GPUs a node: $GPUS_PER_NODE," \
@@ -101,7 +107,7 @@ end_or_requeue() {
     say "$run_folder is FINISHED"
     exit 0
   fi
-  state=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
+  state=$(scontrol show job "$job" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
   if [ "$state" != RUNNING ]; then # cancelled, requeued, out of time: SLURM has decided already
     say "not finished; the job is ${state:-unknown to SLURM}, so it is not requeued from here"
     exit "$status"
@@ -123,5 +129,5 @@ end_or_requeue() {
       "the reason is above, or in $LOGS"
   fi
   say "not finished (status $status), newest checkpoint: ${newest:-none}; requeued"
-  scontrol requeue "$SLURM_JOB_ID" || fail "SLURM refuses; submit the same command again, and the run continues"
+  scontrol requeue "$job" || fail "SLURM refuses; submit the same command again, and the run continues"
 }

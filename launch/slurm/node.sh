@@ -21,7 +21,7 @@ if [ "$GPUS_PER_NODE" -gt 0 ]; then
   device=cuda # it refuses to go on if PyTorch sees none
 else
   device=cpu
-  export ACCELERATE_USE_CPU=true DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=
+  export CUDA_VISIBLE_DEVICES='' # a job without GPUs has none, even if the node has
 fi
 
 # The interface by which this node reaches another one of the job.
@@ -43,15 +43,20 @@ if [ "$ENGINE" = deepspeed ]; then
   zero=${DEEPSPEED_CONFIG:-$repository/launch/deepspeed/zero${ZERO:-2}.json}
   [ -r "$zero" ] || fail "no DeepSpeed configuration $zero: set ZERO=1, 2 or 3, or DEEPSPEED_CONFIG"
   launch+=(--use_deepspeed --deepspeed_config_file "$zero" --deepspeed_multinode_launcher standard)
+  expected=(engine.expect=deepspeed)
 elif [ "$processes" -gt 1 ]; then
   launch+=(--multi_gpu)
+  expected=(engine.expect=ddp)
+else
+  expected=(engine.expect=single)
 fi
+expected+=("engine.world_size=$processes") # launchers fall back silently; the training then refuses to go on
 
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[rank \${rank}] "
 export PET_SIGNALS_TO_HANDLE=SIGQUIT # torchrun would pass the others on to the workers and kill them 30 s later
 (
   trap '' USR1 TERM INT HUP # inherited: by the launcher, and by the workers until they listen themselves
-  exec "${launch[@]}" "$repository/lm_pcfg/train.py" "device=$device" "$@"
+  exec "${launch[@]}" "$repository/lm_pcfg/train.py" "device=$device" "$@" "${expected[@]}"
 ) &
 launcher=$!
 
@@ -63,7 +68,7 @@ while kill -0 "$launcher" 2>/dev/null; do
     wait "$launcher" # a trap ends this early
   else
     pkill -USR1 -P "$launcher"
-    sleep 2 &
+    sleep 0.5 &
     wait $!
   fi
 done
