@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lm_pcfg.console import progress, say
-from lm_pcfg.errors import UserError
+from lm_pcfg.errors import FailedElsewhere, UserError
 
 app = typer.Typer(
     help="Probabilistic context-free grammars as language models.",
@@ -72,7 +72,8 @@ def train(
     from lm_pcfg.training import loop
 
     if dry_run:
-        _print_table(loop.dry_run(settings))
+        if report := loop.dry_run(settings):  # empty on all processes but one
+            _print_table(report)
     else:
         loop.train(settings)
 
@@ -216,8 +217,10 @@ def main() -> None:
     except _WrongUsage as error:
         error.show()
         status = error.exit_code
+    except FailedElsewhere:
+        status = 1
     except UserError as error:
-        status = _fail(str(error))
+        status = _fail(str(error), error)
     except (KeyboardInterrupt, typer.Abort):
         say("lm_pcfg: interrupted")
         status = 130
@@ -242,6 +245,12 @@ def main() -> None:
     sys.exit(status)
 
 
-def _fail(message: str) -> int:
-    say(f"lm_pcfg: error: {message}")
+def _fail(message: str, error: Exception | None = None) -> int:
+    """Of several processes each says which it is; torchrun shows the first error in its summary, if it is told."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    say(f"lm_pcfg: error: {'rank ' + os.environ.get('RANK', '?') + ': ' if several else ''}{message}")
+    if error is not None and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
     return 1

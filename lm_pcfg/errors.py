@@ -7,3 +7,7 @@ class UserError(Exception):
 
 class FailedElsewhere(UserError):
     """Another process failed and says why; this one ends without a word."""
+
+
+class LostContact(UserError):
+    """Other processes of the run are gone, or did not answer in time."""

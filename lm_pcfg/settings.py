@@ -186,7 +186,7 @@ class EmaSection(Section):
 class CheckpointSection(Section):
     every_steps: Count | None = setting(None, "save every so many steps, besides at every evaluation; null: off")
     keep_last: Count = setting(2, "newest checkpoints that are kept, besides the best")
-    keep_best: Count = setting(1, "checkpoints with the best evaluations that are kept; the first of them is `best`")
+    keep_best: int = setting(1, "checkpoints of the best evaluations that are kept; the first is `best`", ge=1, le=100)
 
 
 class TrackingSection(Section):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,9 +40,12 @@ def run_ranks(world_size: int, command: list[str], timeout: float = 240.0) -> li
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(world_size)}
         ranks.append(
             subprocess.Popen(
-                [sys.executable, *command], env=environment(**place, **meeting), text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                [sys.executable, *command],
+                env=environment(**place, **meeting),
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
         )
     try:
         outputs = [process.communicate(timeout=timeout)[0] for process in ranks]
@@ -83,10 +86,8 @@ def launched(command: list[str], log: Path, **env: str) -> Iterator[subprocess.P
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def descendants(pid: int) -> list[int]:

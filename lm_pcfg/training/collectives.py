@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed
 
-from lm_pcfg.errors import FailedElsewhere, UserError
+from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
 
 T = TypeVar("T")
+
+# What gloo, NCCL and the store say when a process is gone or does not answer.
+_LOST = re.compile(r"gloo|NCCL|Connection (?:closed|reset|refused)|Timed out|Broken pipe|TCPStore|DistStore|peer")
 
 
 class Collectives:
     def __init__(self, rank: int, world_size: int, device: torch.device):
         self.rank, self.world_size, self.device = rank, world_size, device
         self.is_main = rank == 0
+        self.waited = 0.0  # seconds spent in `sums`
 
     def from_main(self, value: T) -> T:
         """The main process's value, on every process."""
@@ -54,10 +61,26 @@ class Collectives:
         """Each summed over the processes, in fp64."""
         if self.world_size == 1:
             return values
-        return self.sum_tensor(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+        began = time.perf_counter()
+        total = self.sum_tensor(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+        self.waited += time.perf_counter() - began
+        return total
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Summed over the processes, in place."""
         if self.world_size > 1:
             torch.distributed.all_reduce(tensor)
         return tensor
+
+
+@contextmanager
+def telling_lost_contact() -> Iterator[None]:
+    """One line for what ends this process because another one ended; the other's own error is the one to read."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if not several or isinstance(error, torch.OutOfMemoryError) or not _LOST.search(str(error)):
+            raise
+        reason = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split())).split(". This ")[0][:200]
+        raise LostContact(f"another process is gone or does not answer, look for its error ({reason})") from error

@@ -6,6 +6,7 @@ DDP, ACCELERATE_USE_DEEPSPEED is DeepSpeed. What came of it is stated, and refus
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections import Counter
@@ -69,6 +70,11 @@ class Engine(Collectives):
         if self.world_size == 1:
             return f"{self.name}, {name}"
         return f"{self.name}, {self.world_size} processes on {hosts} host{'s' * (hosts > 1)}, {devices}"
+
+    def close_at_exit(self) -> None:
+        """For a good end alone: after a failure the others might not answer."""
+        if torch.distributed.is_initialized():
+            atexit.register(torch.distributed.destroy_process_group)
 
     def _check_given(self, settings: Settings) -> None:
         """Accelerate falls back silently where its launcher and its environment disagree."""

@@ -16,6 +16,7 @@ from lm_pcfg.settings import OptimizerSection
 from lm_pcfg.training import checkpoint
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.optimization import make_optimizer
+from lm_pcfg.training.throughput import ReductionClock
 
 Tensors = dict[str, Tensor]
 
@@ -38,10 +39,10 @@ class Learner:
         self.parameters: dict[str, Any] = dict(model.named_parameters())
         self.optimizer: Any = make_optimizer(self.parameters.values(), settings)
         # `model` is what the engine wraps: gradients are averaged over the processes there.
-        self.model, self.optimizer = self._prepare(model, self.optimizer)
-
-    def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
-        return self.engine.accelerator.prepare(model, optimizer)
+        self.model: Any
+        self.model, self.optimizer = engine.accelerator.prepare(model, self.optimizer)
+        # Under ZeRO 3 parameters have no shape between steps, and take no hook.
+        self.reduction = ReductionClock(self.parameters.values() if engine.zero_stage != 3 else [], engine)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
@@ -49,6 +50,7 @@ class Learner:
         """through: scalar whose backward pass reaches the parameters; nll: of this process's sentences."""
         accelerator = self.engine.accelerator
         accelerator.backward(through)
+        self.reduction.backward_done()
         clip = self.clip if self.clip is not None else math.inf
         norm = float(accelerator.clip_grad_norm_(self.parameters.values(), clip))  # of averaged gradients: on all alike
         total_nll, recomputed = self.engine.sums([nll.item(), recomputed])

@@ -22,6 +22,7 @@ from lm_pcfg.grammar.state_dropout import draw_kept
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.training import checkpoint, data
+from lm_pcfg.training.collectives import telling_lost_contact
 from lm_pcfg.training.engine import Engine, peak_memory
 from lm_pcfg.training.evaluation import evaluate
 from lm_pcfg.training.learner import Update, make_learner
@@ -31,6 +32,7 @@ from lm_pcfg.training.position import Position, Window
 from lm_pcfg.training.run_folder import RunFolder, choose_start
 from lm_pcfg.training.saving import Saver
 from lm_pcfg.training.stop_signals import StopSignals
+from lm_pcfg.training.throughput import Throughput
 from lm_pcfg.training.tracking import NoTracker, Status, Tracker
 
 
@@ -40,7 +42,7 @@ class TrainingStopped(UserError):
 
 def train(settings: Settings) -> Path:
     """Run the training that the settings describe; returns the run folder."""
-    with StopSignals() as stop:
+    with StopSignals() as stop, telling_lost_contact():
         engine = Engine(settings)
         start = engine.on_main(lambda: choose_start(settings, warn))
         folder = RunFolder(start.folder)
@@ -58,19 +60,23 @@ def train(settings: Settings) -> Path:
             where = f", continued from step {trainer.position.step}" if start.from_checkpoint else ""
             say(f"run {start.folder}{where}: {description}")
         trainer.run(folder, stop)
+        engine.close_at_exit()
     return start.folder
 
 
 def dry_run(settings: Settings) -> dict[str, Any]:
-    """Build everything, make a step of the most expensive batches, write no run folder; what it took."""
+    """Build everything, make a step of the most expensive batches, write no run folder; what it took (main process)."""
     trainer = Trainer(settings, Engine(settings), None)
     batches = trainer.stream.costliest_step(settings.training.epochs - 1)  # what has to fit
     began = time.perf_counter()
     finite = trainer.step(batches)
     seconds = time.perf_counter() - began
     window = trainer.position.window
+    device = trainer.engine.describe()
+    if not trainer.engine.is_main:
+        return {}
     return {
-        "device": trainer.engine.describe(),
+        "device": device,
         "parameters": sum(tensor.numel() for tensor in trainer.skeleton.parameters()),
         "vocabulary": len(trainer.corpora.vocabulary),
         "steps_per_epoch": trainer.stream.steps_per_epoch(0),
@@ -93,6 +99,7 @@ class Trainer:
         self.learner = make_learner(model, settings.optimizer, engine)
         self.average = MovingAverage(self.learner.pieces(), settings.ema.decay) if settings.ema.decay else None
         self.position = Position()
+        self.throughput = Throughput()
         self._saved_step = 0
         self.total_steps = sum(self.stream.steps_per_epoch(epoch) for epoch in range(settings.training.epochs))
         if settings.training.max_steps is not None:
@@ -138,6 +145,10 @@ class Trainer:
         if update.applied and self.average is not None:
             self.average.update(self.learner.pieces())
         self._count(update, sentences, words)
+        self.throughput.steps += 1
+        self.throughput.sentences += own[0]
+        self.throughput.words += own[1]
+        self.throughput.communication += self.learner.reduction.take()
         return update.applied
 
     def _count(self, update: Update, sentences: float, words: float) -> None:
@@ -198,7 +209,7 @@ class Trainer:
                     self._save()
                 return False, f"stopped by {stop.received or 'another process'} after step {position.step}"
             epoch, batch_of_epoch = self.stream.epoch, self.stream.state()["batch"]
-            if not self.step(self.stream.next_step()):
+            if not self._timed_step():
                 bar.message(f"step {position.step}: loss or gradient is not finite, update skipped")
                 self._stop_if_hopeless()
             position.evaluation_pending = self._evaluation_is_due(epoch, batch_of_epoch)
@@ -220,6 +231,15 @@ class Trainer:
             return False, f"stopped by {stop.received or 'another process'} before the last evaluation"
         why = "no improvement" if self._out_of_patience() else "finished"
         return True, f"{why} after step {position.step}{best}"
+
+    def _timed_step(self) -> bool:
+        times, waited, began = self.throughput, self.engine.waited, time.perf_counter()
+        batches = self.stream.next_step()
+        times.data += time.perf_counter() - began
+        applied = self.step(batches)
+        times.communication += self.engine.waited - waited
+        times.total += time.perf_counter() - began
+        return applied
 
     def _stop_if_hopeless(self) -> None:
         in_a_row = self.position.skipped_in_a_row
@@ -276,7 +296,8 @@ class Trainer:
         """Write the sums since the last time; what the progress line shows."""
         window, now = self.position.window, time.perf_counter()
         seconds, self._last_log = now - self._last_log, now
-        self.position.window = Window()
+        speeds = self.throughput.metrics(seconds, self.engine)
+        self.position.window, self.throughput = Window(), Throughput()
         updates = window.steps - window.skipped
         metrics: dict[str, float] = {
             "epoch": epoch,
@@ -292,17 +313,13 @@ class Trainer:
                 "train/loss": window.nll / (tokens if self.settings.loss.normalise == "tokens" else window.sentences),
                 "train/ppl": train_perplexity,
                 "train/gradient_norm": window.gradient_norm / updates,
-                "train/words_per_second": window.words / seconds,
-                "train/sentences_per_second": window.sentences / seconds,
             }
-            detail = (
-                f"epoch {epoch + 1}  loss {metrics['train/loss']:.4f}  ppl {train_perplexity:.2f}  "
-                f"{metrics['train/words_per_second']:,.0f} words/s"
-            )
-        self._record(metrics)
+            speed = f"  {speeds['train/words_per_second']:,.0f} words/s" if speeds else ""
+            detail = f"epoch {epoch + 1}  loss {metrics['train/loss']:.4f}  ppl {train_perplexity:.2f}{speed}"
+        self._record(metrics | speeds)
         return detail
 
-    def _record(self, metrics: dict[str, float]) -> None:
+    def _record(self, metrics: dict[str, Any]) -> None:
         if self.engine.is_main:
             self.metrics.append(self.position.step, metrics)
             self.tracker.log(self.position.step, metrics)
@@ -348,7 +365,8 @@ class Trainer:
             "engine": self.engine.name,
             "vocabulary_hash": self.corpora.vocabulary.hash,
         }
-        self.engine.on_main(lambda: self.saver.start(tensors, state))
+        best_steps = position.best_steps(self.settings.checkpoint.keep_best)
+        self.engine.on_main(lambda: self.saver.start(tensors, state, best_steps))
 
     def restore(self, folder: Path, *, same_run: bool) -> None:
         """Continue bit for bit from a checkpoint; a run that starts from another run's has no best of its own yet."""

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+_RANKED = 100  # more of the best checkpoints than anyone keeps
+
 
 @dataclass
 class Window:
@@ -33,6 +35,7 @@ class Position:
     skipped: int = 0
     skipped_in_a_row: int = 0
     ema_updates: int = 0
+    ranking: list[list[float]] = field(default_factory=list)  # evaluations, best first: [impossible, nll, step]
     window: Window = field(default_factory=Window)
 
     def take_evaluation(self, nll: float | None, impossible: int) -> bool:
@@ -41,6 +44,8 @@ class Position:
         nll: per token; None if no sentence had a probability.
         """
         self.evaluation_pending = False
+        if nll is not None and math.isfinite(nll):
+            self.ranking = sorted([*self.ranking, [impossible, nll, self.step]])[:_RANKED]
         before = (self.best_impossible, self.best_nll) if self.best_nll is not None else (math.inf, math.inf)
         improved = nll is not None and math.isfinite(nll) and (impossible, nll) < before
         if improved:
@@ -52,8 +57,14 @@ class Position:
 
     def forget_best(self) -> None:
         self.best_nll, self.best_impossible, self.best_step, self.evaluations_since_best = None, 0, None, 0
+        self.ranking = []
+
+    def best_steps(self, count: int) -> list[int]:
+        """Steps of the best evaluations, best first."""
+        return [int(step) for _, _, step in self.ranking[:count]]
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Position:
         names = cls.__dataclass_fields__
-        return cls(**{name: state[name] for name in names if name != "window"}, window=Window(**state["window"]))
+        plain = {name: state[name] for name in names if name != "window" and name in state}
+        return cls(**plain, window=Window(**state["window"]))

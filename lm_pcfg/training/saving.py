@@ -22,12 +22,15 @@ class Saver:
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def start(self, tensors: dict[str, Tensors | None], state: dict[str, Any]) -> None:
-        """tensors: model, optimizer, ema. Returns once they are copied; first waits for an earlier write."""
+    def start(self, tensors: dict[str, Tensors | None], state: dict[str, Any], best_steps: list[int]) -> None:
+        """tensors: model, optimizer, ema; best_steps: whose checkpoints are kept, the best first.
+
+        Returns once the tensors are copied, after waiting for an earlier write.
+        """
         self.wait()
         copies = {name: None if part is None else _copied(part) for name, part in tensors.items()}
         # Not a daemon: the interpreter waits for it, so that a run that ends for another reason still has it.
-        self._writing = threading.Thread(target=self._write, args=(copies, state), name="checkpoint")
+        self._writing = threading.Thread(target=self._write, args=(copies, state, best_steps), name="checkpoint")
         self._writing.start()
 
     def wait(self) -> None:
@@ -42,12 +45,14 @@ class Saver:
     def failed(self) -> bool:
         return self._failure is not None
 
-    def _write(self, copies: dict[str, Any], state: dict[str, Any]) -> None:
+    def _write(self, copies: dict[str, Any], state: dict[str, Any], best_steps: list[int]) -> None:
         try:
             saved = checkpoint.save(self.run_folder, state["step"], state=state, **copies)
-            if state["best_step"] == state["step"]:
+            if best_steps[:1] == [state["step"]]:
                 checkpoint.point_best(self.run_folder, saved)
-            checkpoint.prune(self.run_folder, self.keep_last)
+            there = checkpoint.list_checkpoints(self.run_folder)
+            best = [folder for folder in there if checkpoint.step_of(folder) in best_steps]
+            checkpoint.prune(self.run_folder, self.keep_last, keep=best)
         except BaseException as error:  # a bug, too, has to reach the main thread
             self._failure = error
 
