@@ -1,7 +1,7 @@
 """A real SLURM cluster of two nodes on this host, in namespaces of its own: nothing of the host is changed or met.
 
-    with Cluster(folder) as cluster:
-        job = cluster.sbatch("--nodes=2", "script.sbatch", cwd=folder)
+with Cluster(folder) as cluster:
+    job = cluster.sbatch("--nodes=2", "script.sbatch", cwd=folder)
 """
 
 from __future__ import annotations

@@ -113,7 +113,9 @@ def test_a_job_on_two_nodes_trains_on_both_and_logs_every_rank(undisturbed):
     assert (undisturbed.run / "FINISHED").exists()
     assert undisturbed.restarts() == 0
     assert ENGINES[undisturbed.run.name] in undisturbed.said()
-    logs = {node: list(undisturbed.run.glob(f"logs/job-*/start-0/node-{node}/*/attempt_0/0/stderr.log")) for node in (0, 1)}
+    logs = {
+        node: list(undisturbed.run.glob(f"logs/job-*/start-0/node-{node}/*/attempt_0/0/stderr.log")) for node in (0, 1)
+    }
     assert [len(files) for files in logs.values()] == [1, 1]
     assert "finished after step 200" in logs[0][0].read_text()
 
@@ -203,7 +205,9 @@ def test_an_array_trains_one_run_for_each_seed_and_each_is_requeued_alone(cluste
     cluster.wait_for(lambda: any((runs[5] / "checkpoints").glob("step-*[0-9]")), 90, "a checkpoint")
     cluster.command("scancel", "--batch", "--signal=USR1", f"{job.id}_5")
     cluster.start_again(f"{job.id}_5")
-    cluster.wait_for(lambda: all((run / "FINISHED").exists() for run in runs.values()), 120, f"the runs of job {job.id}")
+    cluster.wait_for(
+        lambda: all((run / "FINISHED").exists() for run in runs.values()), 120, f"the runs of job {job.id}"
+    )
     assert [cluster.job(f"{job.id}_{seed}")["Restarts"] for seed in runs] == ["0", "1"]
     assert all(f"\nseed: {seed}\n" in (run / "config.yaml").read_text() for seed, run in runs.items())
 
