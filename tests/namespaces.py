@@ -29,11 +29,17 @@ def missing() -> str | None:
         return "namespaces need root"
     if absent := [program for program in ("unshare", "nsenter", "setpriv", "ip") if find(program) is None]:
         return f"not installed: {', '.join(absent)} (apt-get install util-linux iproute2)"
-    probe = subprocess.run(
-        ["unshare", *NAMESPACES, "--fork", "--mount-proc", "timeout", "0.1", "sh", "-c", FIRST, "sh", "x", "/etc/hosts"],
-        capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
+    first = ["timeout", "0.1", "sh", "-c", FIRST, "sh", "x", "/etc/hosts"]
+    command = ["unshare", *NAMESPACES, "--fork", "--mount-proc", *first]
+    probe = subprocess.run(command, capture_output=True, text=True, timeout=30)
     return None if probe.stdout == "ready\n" else f"no namespaces: {probe.stderr.strip()}"
+
+
+def skip_reason(reason: str | None) -> str | None:
+    """For `pytest.mark.skipif`; an error where LM_PCFG_REQUIRE_SLURM says that the tests have to run, as in CI."""
+    if reason and os.environ.get("LM_PCFG_REQUIRE_SLURM"):
+        raise RuntimeError(f"LM_PCFG_REQUIRE_SLURM is set, but there can be no cluster here: {reason}")
+    return reason
 
 
 def find(program: str) -> str | None:

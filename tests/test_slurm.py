@@ -5,29 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import namespaces
 import slurm_cluster
-from lm_pcfg.training.metrics_file import read_metrics
-from slurm_cluster import Cluster
+from slurm_cluster import REPOSITORY, SCRIPTS, Cluster, Job
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-SCRIPTS = REPOSITORY / "launch" / "slurm"
-# A grammar small enough that 200 steps take seconds.
-SETTINGS = (
-    "model.nonterminals=12 model.preterminals=16 batch.sentences=16 training.max_steps=200 training.log_every=20 "
-    "evaluation.every_epochs=null evaluation.batch_cost=100000 tracking.mlflow=false checkpoint.every_steps=25 "
-    "engine.timeout_seconds=60"
-)
-
-reason = slurm_cluster.missing()
-if reason and os.environ.get("LM_PCFG_REQUIRE_SLURM"):
-    raise RuntimeError(f"LM_PCFG_REQUIRE_SLURM is set, but there can be no SLURM cluster: {reason}")
+reason = namespaces.skip_reason(slurm_cluster.missing())
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(reason is not None, reason=f"no SLURM cluster: {reason}")]
 
 
@@ -43,58 +30,6 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("jobs") / "my experiments"
     folder.mkdir()
     return folder
-
-
-class Job:
-    """A job of one of the scripts."""
-
-    def __init__(self, cluster: Cluster, folder: Path, script: str, *options: str, settings: str = "", **more: str):
-        """The run is called like the script, or as name=... among the settings says."""
-        self.cluster = cluster
-        self.settings = dict(setting.split("=", 1) for setting in f"name={script} {SETTINGS} {settings}".split())
-        self.run = folder / "runs" / self.settings["name"]
-        self.id = cluster.sbatch(
-            *options, f"--output={self.run.name}-%j.out", str(SCRIPTS / f"{script}.sbatch"), cwd=folder,
-            CONFIG=str(REPOSITORY / "configs" / "tiny.yaml"), VENV=sys.prefix, OMP_NUM_THREADS="1",
-            OVERRIDES=" ".join(f"{key}={value}" for key, value in self.settings.items()), **more,
-        )  # fmt: skip
-        self.output = folder / f"{self.run.name}-{self.id}.out"
-
-    def said(self) -> str:
-        return self.output.read_text() if self.output.exists() else ""
-
-    def wait_for(self, text: str, seconds: float = 90) -> None:
-        self.cluster.wait_for(lambda: text in self.said() or self.state() in ENDED, seconds, f"{text!r}")
-        assert text in self.said(), self.said()
-
-    def wait_for_checkpoint(self) -> None:
-        """It is in mid-training then."""
-        saved = self.run / "checkpoints"
-        self.cluster.wait_for(lambda: any(saved.glob("step-*[0-9]")) or self.state() in ENDED, 90, "a checkpoint")
-        assert self.state() == "RUNNING", self.said()
-
-    def state(self) -> str:
-        return self.cluster.state(self.id)
-
-    def restarts(self) -> int:
-        return int(self.cluster.job(self.id)["Restarts"])
-
-    def processes(self) -> list[int]:
-        return self.cluster.host.processes(f"train.py.*name={self.run.name} ")
-
-    def end(self, *states: str) -> None:
-        ended = self.cluster.wait_for_state(self.id, *ENDED)
-        assert ended in (states or ("COMPLETED",)), self.said()
-        assert not self.processes()
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """Every line, without what was measured with a clock."""
-        lines = read_metrics(self.run / "metrics.jsonl")
-        timed = ("time", "second", "straggler")
-        return [{key: value for key, value in line.items() if not any(t in key for t in timed)} for line in lines]
-
-
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 # ---- training on two nodes, undisturbed and requeued ----------------------------------------------------------------
