@@ -197,5 +197,5 @@ class Job:
     def metrics(self) -> list[dict[str, Any]]:
         """Every line, without what was measured with a clock."""
         lines = read_metrics(self.run / "metrics.jsonl")
-        timed = ("time", "second", "straggler")
+        timed = ("time", "second", "ranks/")
         return [{key: value for key, value in line.items() if not any(t in key for t in timed)} for line in lines]
