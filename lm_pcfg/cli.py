@@ -182,9 +182,10 @@ def bench_inside(context: typer.Context) -> None:
 
 @bench.command(name="scaling")
 def bench_scaling(
-    config: Annotated[Path | None, typer.Option(help="Model and vocabulary; default: N 4096, 10,000 words.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    words: Annotated[int | None, typer.Option(min=1, help="Vocabulary; default: data.vocabulary.size.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Model and vocabulary; default: the paper's networks.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the config.")] = None,
+    nonterminals: Annotated[int, typer.Option(min=1, help="Without a config.")] = 4096,
+    words: Annotated[int | None, typer.Option(min=1, help="Vocabulary; default: the config's, or 10,000.")] = None,
     step_ms: Annotated[float | None, typer.Option(min=0, help="A measured step: one GPU, 16 sentences.")] = None,
     inside_ms: Annotated[float | None, typer.Option(min=0, help="The same of the inside algorithm alone.")] = None,
     sentences: Annotated[int, typer.Option(min=1, help="Of each GPU: the batch grows with the GPUs.")] = 16,
@@ -204,8 +205,9 @@ def bench_scaling(
     """Efficiency from 1 to 1,024 GPUs, predicted from the time of a step, message sizes and links."""
     from lm_pcfg.training import scaling_report
 
+    model_and_words = scaling_report.model_and_words(config, overrides or [], nonterminals, words)
     report = scaling_report.report(
-        scaling_report.model_and_words(config, overrides or [], words), step_ms=step_ms, inside_ms=inside_ms,
+        model_and_words, step_ms=step_ms, inside_ms=inside_ms,
         gpus_per_node=gpus_per_node, within=(within, within_gb), between=(between, between_gb), most_gpus=most_gpus,
         sentences=sentences, all_sentences=all_sentences, emission_shards=emission_shards, spread=spread,
     )  # fmt: skip

@@ -1,7 +1,6 @@
 """A real SLURM cluster of two nodes on this host, in namespaces of its own: nothing of the host is changed or met.
 
-with Cluster(folder) as cluster:
-    job = cluster.sbatch("--nodes=2", "script.sbatch", cwd=folder)
+`Cluster` is the cluster, `Job` a job of one of the scripts in launch/slurm.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ class Cluster:
     def start_again(self, job: str) -> None:
         """Once the job is back in the queue: not in two minutes, as SLURM has it, but now."""
         fields = {"JobState": "PENDING", "Reason": "BeginTime"}
-        self.wait_for(lambda: self.job(job).items() >= fields.items(), 60, f"job {job} to be requeued")
+        self.wait_for(lambda: self.job(job).items() >= fields.items(), 180, f"job {job} to be requeued")
         time.sleep(2.5)  # a node would take a job that comes back in the same second for the one it has just killed
         self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
 
@@ -140,7 +139,7 @@ class Cluster:
     def wait_for(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         wait_for(condition, seconds, what, self.logs)
 
-    def wait_for_state(self, job: str, *states: str, seconds: float = 120) -> str:
+    def wait_for_state(self, job: str, *states: str, seconds: float = 300) -> str:
         self.wait_for(lambda: self.state(job) in states, seconds, f"job {job} to be {' or '.join(states)}")
         return self.state(job)
 
@@ -170,14 +169,14 @@ class Job:
     def said(self) -> str:
         return self.output.read_text() if self.output.exists() else ""
 
-    def wait_for(self, text: str, seconds: float = 90) -> None:
+    def wait_for(self, text: str, seconds: float = 180) -> None:
         self.cluster.wait_for(lambda: text in self.said() or self.state() in ENDED, seconds, f"{text!r}")
         assert text in self.said(), self.said()
 
     def wait_for_checkpoint(self) -> None:
         """It is in mid-training then."""
         saved = self.run / "checkpoints"
-        self.cluster.wait_for(lambda: any(saved.glob("step-*[0-9]")) or self.state() in ENDED, 90, "a checkpoint")
+        self.cluster.wait_for(lambda: any(saved.glob("step-*[0-9]")) or self.state() in ENDED, 180, "a checkpoint")
         assert self.state() == "RUNNING", self.said()
 
     def state(self) -> str:

@@ -80,7 +80,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root, Cluster(Path(root) / "slurm") as cluster:
         folder = Path(root)
         for name, (script, sbatch_options, environment) in CASES.items():
-            settings = "training.max_steps=1500 checkpoint.every_steps=40"
+            settings = "training.max_steps=400 checkpoint.every_steps=30"
             began = time.monotonic()
             whole = Job(
                 cluster, folder, script, *sbatch_options, settings=f"name=whole-{script} {settings}", **environment

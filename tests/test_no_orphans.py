@@ -24,8 +24,9 @@ def stop_one_worker(launcher: Popen, ranks: list[int]) -> None:
     os.kill(ranks[-1], signal.SIGTERM)
 
 
-def warn_one_worker(launcher: Popen, ranks: list[int]) -> None:
-    os.kill(ranks[-1], signal.SIGUSR1)
+def warn_the_launcher(launcher: Popen, ranks: list[int]) -> None:
+    """No launcher listens to SIGUSR1: it dies of it."""
+    launcher.send_signal(signal.SIGUSR1)
 
 
 def stop_the_launcher(launcher: Popen, ranks: list[int]) -> None:
@@ -41,7 +42,7 @@ def interrupt(launcher: Popen, ranks: list[int]) -> None:
     os.killpg(launcher.pid, signal.SIGINT)
 
 
-ACTIONS = [stop_one_worker, warn_one_worker, stop_the_launcher, kill_the_launcher, interrupt]
+ACTIONS = [stop_one_worker, warn_the_launcher, stop_the_launcher, kill_the_launcher, interrupt]
 CASES = [(action, processes) for processes in (1, 2) for action in ACTIONS]
 
 

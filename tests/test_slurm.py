@@ -80,14 +80,11 @@ def test_slurms_early_warning_saves_and_requeues(cluster, folder):
     assert "the workers are to save and stop" in job.said()
     assert job.said().count("stopped by ") == 1
     assert not job.processes()
-    # Where SLURM tracks processes with cgroups, a signal to the steps reaches node.sh, not what it started.
     job.wait_for("continued from step")
-    on_nodes = cluster.host.processes("^[^ ]*bash [^ ]*/node.sh .*name=warned ")
-    assert len(on_nodes) == 2
-    for process in on_nodes:
-        os.kill(process, signal.SIGUSR1)
+    cluster.command("scancel", "--signal=TERM", job.id)  # to the steps, not to the batch script
     cluster.wait_for_state(job.id, "PENDING")
     assert job.said().count("stopped by ") == 2
+    assert not job.processes()
     cluster.command("scancel", job.id)
 
 
@@ -137,11 +134,13 @@ def test_an_array_trains_one_run_for_each_seed_and_each_is_requeued_alone(cluste
     job = Job(cluster, folder, "seeds", "--array=3,5", settings="name=array training.max_steps=400")
     runs = {seed: folder / "runs" / f"array-seed-{seed}" for seed in (3, 5)}
     # The last element has the id of the array itself: what is meant for it alone must not reach the others.
-    cluster.wait_for(lambda: any((runs[5] / "checkpoints").glob("step-*[0-9]")), 90, "a checkpoint")
-    cluster.command("scancel", "--batch", "--signal=USR1", f"{job.id}_5")
+    cluster.wait_for(lambda: any((runs[5] / "checkpoints").glob("step-*[0-9]")), 180, "a checkpoint")
+    # Where SLURM tracks processes with cgroups, a signal to the steps reaches node.sh, not what it started.
+    (on_node,) = cluster.host.processes("^[^ ]*bash [^ ]*/node.sh .*name=array-seed-5( |$)")
+    os.kill(on_node, signal.SIGUSR1)
     cluster.start_again(f"{job.id}_5")
     cluster.wait_for(
-        lambda: all((run / "FINISHED").exists() for run in runs.values()), 120, f"the runs of job {job.id}"
+        lambda: all((run / "FINISHED").exists() for run in runs.values()), 300, f"the runs of job {job.id}"
     )
     assert [cluster.job(f"{job.id}_{seed}")["Restarts"] for seed in runs] == ["0", "1"]
     assert all(f"\nseed: {seed}\n" in (run / "config.yaml").read_text() for seed, run in runs.items())

@@ -14,11 +14,13 @@ from lm_pcfg.training.scaling import Machines
 H200_MEGABYTES = 141_000
 
 
-def model_and_words(config: Path | None, overrides: list[str], words: int | None) -> tuple[ModelSection, int]:
+def model_and_words(
+    config: Path | None, overrides: list[str], nonterminals: int, words: int | None
+) -> tuple[ModelSection, int]:
     if config is None:
         if overrides:
-            raise UserError("settings such as model.nonterminals=8192 need a --config that they change")
-        return ModelSection(nonterminals=4096), words or 10_000
+            raise UserError(f"{overrides[0]} changes a config: give one with --config")
+        return ModelSection(nonterminals=nonterminals), words or 10_000
     from lm_pcfg.settings_file import load_settings
 
     settings = load_settings(config, overrides)
