@@ -13,6 +13,7 @@ from collections import Counter
 from datetime import timedelta
 
 import torch
+import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
@@ -36,12 +37,15 @@ class Engine(Collectives):
         _check_asked(settings, self.is_deepspeed, launched)
         if self.is_deepspeed:
             _prepare_for_deepspeed(on_cpu)
+        if launched:
+            _meet_the_others(settings, on_cpu)
         self.accelerator = Accelerator(
             cpu=on_cpu and not self.is_deepspeed,
             # Accumulation and precision are the loop's own, whatever a launcher's environment says.
             gradient_accumulation_steps=1,
             mixed_precision="no",
-            kwargs_handlers=[_process_group(settings, on_cpu)] if launched else None,
+            # What Accelerate assumes of the process group, which is there already.
+            kwargs_handlers=[InitProcessGroupKwargs(backend=_backend(settings, on_cpu))] if launched else None,
         )
         device = self.accelerator.device
         super().__init__(
@@ -52,6 +56,7 @@ class Engine(Collectives):
         if settings.inside.backend == "triton" and self.device.type != "cuda":
             raise UserError("inside.backend: triton needs a GPU, and this process has none; use inside.backend=auto")
         self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed else None
+        self._patience = _patience(settings)
         self._check_given(settings)
 
     @property
@@ -70,6 +75,13 @@ class Engine(Collectives):
         if self.world_size == 1:
             return f"{self.name}, {name}"
         return f"{self.name}, {self.world_size} processes on {hosts} host{'s' * (hosts > 1)}, {devices}"
+
+    def limit_waiting(self) -> None:
+        """The time limit of the settings for process groups that others made (DeepSpeed's get half an hour)."""
+        from torch.distributed import distributed_c10d
+
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(self._patience, group)
 
     def close_at_exit(self) -> None:
         """For a good end alone: after a failure the others might not answer."""
@@ -114,6 +126,12 @@ def _check_asked(settings: Settings, is_deepspeed: bool, launched: bool) -> None
             f"engine.expect: {settings.engine.expect} was asked for, but the launcher gave {given}; "
             "launch/README.md shows how each is launched"
         )
+    for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if not launched and os.environ.get(name, "1") != "1":
+            raise UserError(
+                f"{name} says that this is one of {os.environ[name]} processes, but LOCAL_RANK does not say which; "
+                "use accelerate launch or torchrun, or unset it for one process"
+            )
     if is_deepspeed and not launched:
         raise UserError("ACCELERATE_USE_DEEPSPEED is set, but no launcher started this process; use accelerate launch")
     if is_deepspeed and settings.device == "cpu" and torch.cuda.is_available():
@@ -122,11 +140,35 @@ def _check_asked(settings: Settings, is_deepspeed: bool, launched: bool) -> None
         raise UserError("engine.backend: nccl needs GPUs; use engine.backend=auto")
 
 
-def _process_group(settings: Settings, on_cpu: bool) -> InitProcessGroupKwargs:
-    backend = settings.engine.backend
-    if backend == "auto":
-        backend = "gloo" if on_cpu else "nccl"
-    return InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=settings.engine.timeout_seconds))
+def _backend(settings: Settings, on_cpu: bool) -> str:
+    if settings.engine.backend != "auto":
+        return settings.engine.backend
+    return "gloo" if on_cpu else "nccl"
+
+
+def _patience(settings: Settings) -> timedelta:
+    """Of a collective: somewhat less than asked for, as torchrun takes 30 s and more to kill what does not react."""
+    return timedelta(seconds=0.9 * settings.engine.timeout_seconds)
+
+
+def _meet_the_others(settings: Settings, on_cpu: bool) -> None:
+    """Set up the process group as Accelerate would, but with names of its own for each restart by the launcher.
+
+    With `--rdzv_backend static`, which is Accelerate's default, the restarted processes meet in the same store, and
+    would take the addresses of the killed ones for those of the living.
+    """
+    if torch.distributed.is_initialized():
+        return
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    timeout = _patience(settings)
+    store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):  # hosts may count restarts differently
+        store = torch.distributed.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store.set_timeout(timeout)
+    torch.distributed.init_process_group(
+        _backend(settings, on_cpu), store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
 
 
 def _prepare_for_deepspeed(on_cpu: bool) -> None:

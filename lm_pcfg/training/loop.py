@@ -42,8 +42,9 @@ class TrainingStopped(UserError):
 
 def train(settings: Settings) -> Path:
     """Run the training that the settings describe; returns the run folder."""
+    with telling_lost_contact():
+        engine = Engine(settings)  # until all have met, a signal ends this process at once
     with StopSignals() as stop, telling_lost_contact():
-        engine = Engine(settings)
         start = engine.on_main(lambda: choose_start(settings, warn))
         folder = RunFolder(start.folder)
         engine.on_main(folder.claim)

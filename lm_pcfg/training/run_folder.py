@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import IO
 
@@ -31,6 +32,11 @@ def choose_start(settings: Settings, warn: Callable[[str], None]) -> Start:
     if it is the newest there, else as a new run.
     """
     folder = Path(settings.runs_folder) / settings.name
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        # A launcher that restarts its workers gives them the arguments they began with: they go on where they were.
+        own = _newest(folder)
+        if (saved := checkpoint.find_resumable(own, warn)) is not None:
+            return Start(own, saved)
     if settings.resume == "auto":
         return Start(folder, checkpoint.find_resumable(folder, warn))
     if settings.resume is False:
@@ -48,8 +54,20 @@ def choose_start(settings: Settings, warn: Callable[[str], None]) -> Start:
 
 def _unused(folder: Path) -> Path:
     """The folder itself if no run is there yet, else folder-2, folder-3 ..."""
-    names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
-    return next(name for name in names if not any((name / part).exists() for part in ("config.yaml", "checkpoints")))
+    return next(name for name in _series(folder) if not _is_run(name))
+
+
+def _newest(folder: Path) -> Path:
+    """The run of this name that began last: the last of folder, folder-2, folder-3 ... that is there."""
+    return next(before for before, name in pairwise(_series(folder)) if not _is_run(name))
+
+
+def _series(folder: Path) -> Iterator[Path]:
+    return (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / part).exists() for part in ("config.yaml", "checkpoints"))
 
 
 class RunFolder:

@@ -34,6 +34,7 @@ class ZeroLearner(Learner):
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.in_pieces = engine.zero_stage == 3
         super().__init__(model, settings, engine)
+        engine.limit_waiting()
         self.zero: Any = self.optimizer.optimizer  # DeepSpeed's, around torch's
 
     # ---- one step ---------------------------------------------------------------------------------------------------
