@@ -284,6 +284,40 @@ def _numbers(option: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+@bench.command(name="scaling")
+def bench_scaling(
+    config: Annotated[Path | None, typer.Option(help="Model and vocabulary; default: the paper's networks.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the config.")] = None,
+    nonterminals: Annotated[int, typer.Option(min=1, help="Without a config.")] = 4096,
+    words: Annotated[int | None, typer.Option(min=1, help="Vocabulary; default: the config's, or 10,000.")] = None,
+    step_ms: Annotated[float | None, typer.Option(min=0, help="A measured step: one GPU, 16 sentences.")] = None,
+    inside_ms: Annotated[float | None, typer.Option(min=0, help="The same of the inside algorithm alone.")] = None,
+    sentences: Annotated[int, typer.Option(min=1, help="Of each GPU: the batch grows with the GPUs.")] = 16,
+    all_sentences: Annotated[int | None, typer.Option(min=1, help="Of all GPUs: the batch does not grow.")] = None,
+    emission_shards: Annotated[int, typer.Option(min=1, help="Ranks that share the emission's normalisers.")] = 1,
+    spread: Annotated[float, typer.Option(min=0, help="Deviation of ranks' inside times, as a part of them.")] = 0.0,
+    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    within: Annotated[str, typer.Option(help="Link of GPUs in a node: nvlink, pcie.")] = "nvlink",
+    between: Annotated[
+        str, typer.Option(help="Link of nodes: infiniband, infiniband-hdr, ethernet-100, ethernet-10.")
+    ] = "infiniband",
+    within_gb: Annotated[float | None, typer.Option(min=0.001, help="GB/s of a GPU instead.")] = None,
+    between_gb: Annotated[float | None, typer.Option(min=0.001, help="GB/s of a GPU instead.")] = None,
+    most_gpus: Annotated[int, typer.Option(min=1)] = 1024,
+    as_json: Json = False,
+) -> None:
+    """Efficiency from 1 to 1,024 GPUs, predicted from the time of a step, message sizes and links."""
+    from lm_pcfg.training import scaling_report
+
+    model_and_words = scaling_report.model_and_words(config, overrides or [], nonterminals, words)
+    report = scaling_report.report(
+        model_and_words, step_ms=step_ms, inside_ms=inside_ms,
+        gpus_per_node=gpus_per_node, within=(within, within_gb), between=(between, between_gb), most_gpus=most_gpus,
+        sentences=sentences, all_sentences=all_sentences, emission_shards=emission_shards, spread=spread,
+    )  # fmt: skip
+    print(json.dumps(report) if as_json else scaling_report.table(report))
+
+
 def _count_lines(file: str) -> int | None:
     """For the progress bar alone; None where one cannot know before reading."""
     path = Path(file)

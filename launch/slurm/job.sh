@@ -1,0 +1,133 @@
+# shellcheck shell=bash
+# What every sbatch script here does, sourced by it on the first node of a job: check the settings, start node.sh on every
+# node, pass stop signals on, and requeue the job until the run is FINISHED. launch/README.md has the variables.
+#
+# Needs `repository`, its folder. Afterwards: train_job ENGINE [SETTING ...]
+: "${repository:?}"
+set -uo pipefail
+
+# The id of one element of an array may be the id of the whole array as well: scontrol is given both numbers.
+job=$SLURM_JOB_ID
+if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+  job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
+
+say() { echo "lm_pcfg job $job: $*" >&2; }
+
+fail() {
+  say "error: $*"
+  exit 1
+}
+
+# SLURM's early warning. Bash runs a trap between two commands only: whatever takes long is in the background.
+srun=
+warned=
+warning() {
+  say "early warning: the workers are to save and stop"
+  warned=yes
+  if [ -n "$srun" ]; then
+    kill -USR1 "$srun"
+  fi
+}
+trap warning USR1
+trap 'say "SIGTERM: SLURM tells the workers to save and stop"' TERM # it signals the steps as well
+
+if [ -x "${VENV:=$repository/.venv}/bin/accelerate" ]; then
+  PATH="$VENV/bin:$PATH"
+fi
+command -v accelerate >/dev/null || fail "no accelerate on the PATH: set VENV to the environment lm_pcfg is installed in"
+
+# The settings, one an element; quotes in OVERRIDES keep spaces together.
+[ -n "${CONFIG:-}" ] || fail "no CONFIG: use CONFIG=configs/tiny.yaml sbatch ..."
+settings=()
+if [ -n "${OVERRIDES:-}" ]; then
+  separated=$(xargs printf '%s\n' <<<"$OVERRIDES") || fail "OVERRIDES cannot be taken apart: $OVERRIDES"
+  mapfile -t settings <<<"$separated"
+fi
+
+# resolved name|folder [SETTING ...]: of the run. A mistake in the settings shows here, before any node works.
+resolved() {
+  python "$repository/lm_pcfg/train.py" --print-config --config "$CONFIG" "${settings[@]}" "${@:2}" | python -c '
+import sys, yaml
+settings = yaml.safe_load(sys.stdin)
+print({"name": settings["name"], "folder": settings["runs_folder"] + "/" + settings["name"]}[sys.argv[1]])' "$1"
+}
+
+newest_checkpoint() { (cd "$run_folder/checkpoints" 2>/dev/null && printf '%s\n' step-*[0-9] | grep -v '\*' | tail -n 1); }
+
+# train_job ddp|deepspeed [SETTING ...]: the job from here to its end.
+train_job() {
+  export ENGINE=$1
+  settings+=("${@:2}")
+  run_folder=$(resolved folder) || fail "settings: see above"
+  if [ -e "$run_folder/FINISHED" ]; then
+    say "$run_folder is FINISHED, nothing to do (to train it further remove that file; for another run set name=...)"
+    exit 0
+  fi
+  # A run that has begun is continued; what OVERRIDES says of resume is for its first start.
+  if [ -d "$run_folder/checkpoints" ]; then
+    settings+=(resume=auto)
+  else
+    settings=(resume=auto "${settings[@]}")
+  fi
+
+  local nodes=$SLURM_JOB_NUM_NODES status
+  export GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-0}
+  export PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-1}
+  if [ "$GPUS_PER_NODE" -gt 0 ]; then
+    PROCESSES_PER_NODE=$GPUS_PER_NODE
+  fi
+  MAIN_ADDRESS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  # Below the ports that Linux hands out itself (32768 and up). Each element of a job array has a job id of its own.
+  MAIN_PORT=${MAIN_PORT:-$((12000 + SLURM_JOB_ID % 20000))}
+  LOGS=$run_folder/logs/job-$job/start-${SLURM_RESTART_COUNT:-0}
+  export MAIN_ADDRESS MAIN_PORT LOGS
+  mkdir -p "$LOGS" || fail "cannot write to $run_folder"
+  say "$ENGINE, nodes: $nodes, processes a node: $PROCESSES_PER_NODE, GPUs a node: $GPUS_PER_NODE," \
+    "rendezvous: $MAIN_ADDRESS:$MAIN_PORT, logs: $LOGS"
+
+  status=0
+  if [ -z "$warned" ]; then
+    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=600 --cpu-bind=none \
+      --mpi=none --export=ALL bash "$repository/launch/slurm/node.sh" --config "$CONFIG" "${settings[@]}" &
+    srun=$!
+    while kill -0 "$srun" 2>/dev/null; do
+      wait "$srun" # a trap ends this early
+    done
+    wait "$srun"
+    status=$?
+    srun=
+  fi
+  end_or_requeue "$status"
+}
+
+end_or_requeue() {
+  local status=$1 state newest last='' starts=0
+  if [ -e "$run_folder/FINISHED" ]; then
+    say "$run_folder is FINISHED"
+    exit 0
+  fi
+  state=$(scontrol show job "$job" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
+  if [ "$state" != RUNNING ]; then # cancelled, requeued, out of time: SLURM has decided already
+    say "not finished; the job is ${state:-unknown to SLURM}, so it is not requeued from here"
+    exit "$status"
+  fi
+  # Not for ever: one start in three has to bring a new checkpoint.
+  local memory=${LOGS%/*}/starts-without-progress
+  newest=$(newest_checkpoint)
+  if [ -e "$memory" ]; then
+    read -r starts last <"$memory"
+  fi
+  if [ "$newest" = "$last" ]; then
+    starts=$((starts + 1))
+  else
+    starts=0
+  fi
+  echo "$starts $newest" >"$memory"
+  if [ "$starts" -ge "${MAX_STARTS_WITHOUT_PROGRESS:-3}" ]; then
+    fail "not finished (status $status), and $starts starts in a row brought no new checkpoint, so it is not requeued;" \
+      "the reason is above, or in $LOGS"
+  fi
+  say "not finished (status $status), newest checkpoint: ${newest:-none}; requeued"
+  scontrol requeue "$job" || fail "SLURM refuses; submit the same command again, and the run continues"
+}

@@ -1,0 +1,105 @@
+"""`make slurm`: trainings of 3 and 4 ranks on the SLURM cluster, interrupted at random moments in every way there is.
+
+Each has to end with the metrics of an undisturbed one, bit for bit. About a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import slurm_cluster
+from slurm_cluster import Cluster, Job
+
+CASES = {  # name: script, options, environment
+    "DDP, 2 nodes x 2": ("ddp", ["--nodes=2"], {"PROCESSES_PER_NODE": "2"}),
+    "DDP, 1 node x 3": ("single_node", [], {"PROCESSES_PER_NODE": "3"}),
+    "ZeRO 2, 2 nodes x 2": ("deepspeed", ["--nodes=2"], {"PROCESSES_PER_NODE": "2", "ZERO": "2"}),
+}
+
+
+def requeue(job: Job) -> None:
+    job.cluster.command("scontrol", "requeue", job.id)
+
+
+def early_warning(job: Job) -> None:
+    job.cluster.command("scancel", "--batch", "--signal=USR1", job.id)
+
+
+def terminate_steps(job: Job) -> None:
+    job.cluster.command("scancel", "--signal=TERM", job.id, check=False)  # there may be no step at the moment
+
+
+def kill_a_worker(job: Job) -> None:
+    if workers := job.cluster.host.processes(rf"python\S* \S+/train.py .*name={job.run.name} "):
+        os.kill(random.choice(workers), signal.SIGKILL)
+
+
+INTERRUPTIONS: list[Callable[[Job], None]] = [requeue, early_warning, terminate_steps, kill_a_worker]
+
+
+def interrupted(job: Job, times: int, latest: float) -> list[str]:
+    """What was done to it. An interruption that found nothing to interrupt is tried again."""
+    done: list[str] = []
+    while len(done) < times:
+        job.cluster.wait_for_state(job.id, "RUNNING", *slurm_cluster.ENDED)
+        moment = random.uniform(0, latest)
+        time.sleep(moment)
+        if job.state() != "RUNNING":
+            break
+        before = job.restarts()
+        action = random.choice(INTERRUPTIONS)
+        action(job)
+        patience = time.monotonic() + 45
+        while job.restarts() == before and job.state() == "RUNNING" and time.monotonic() < patience:
+            time.sleep(0.2)
+        if job.restarts() > before:
+            done.append(f"{action.__name__} after {moment:.1f} s")
+            job.cluster.start_again(job.id)
+        elif job.state() != "RUNNING":
+            break
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=4, help="interruptions of each training")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if reason := slurm_cluster.missing():
+        sys.exit(f"there can be no SLURM cluster here: {reason}")
+    random.seed(options.seed)
+    failures = 0
+    with tempfile.TemporaryDirectory() as root, Cluster(Path(root) / "slurm") as cluster:
+        folder = Path(root)
+        for name, (script, sbatch_options, environment) in CASES.items():
+            settings = "training.max_steps=400 checkpoint.every_steps=30"
+            began = time.monotonic()
+            whole = Job(
+                cluster, folder, script, *sbatch_options, settings=f"name=whole-{script} {settings}", **environment
+            )
+            whole.end()
+            took = time.monotonic() - began
+            broken = Job(
+                cluster, folder, script, *sbatch_options, settings=f"name=broken-{script} {settings}", **environment
+            )
+            done = interrupted(broken, options.times, latest=took * 0.8)
+            broken.end()
+            same = broken.metrics() == whole.metrics()
+            failures += not same or broken.restarts() != len(done) or not done
+            loss = broken.metrics()[-1]["valid/nll"]
+            print(
+                f"{name}: {', '.join(done)}: final nll {loss:.6f}, {'the same' if same else 'NOT THE SAME'}", flush=True
+            )
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()
