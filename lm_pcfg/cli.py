@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lm_pcfg import cli_data
+from lm_pcfg import cli_bench, cli_data
+from lm_pcfg.cli_output import Json, print_json, print_table, show
 from lm_pcfg.console import progress, say, warn
 from lm_pcfg.errors import FailedElsewhere, UserError
 
@@ -24,10 +25,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-bench = typer.Typer(help="Measure.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(bench, name="bench")
+app.add_typer(cli_bench.bench, name="bench")
 app.command()(cli_data.prepare)
-bench.command(name="data")(cli_data.bench_data)
 
 
 @app.callback(invoke_without_command=True)
@@ -52,7 +51,6 @@ WeightsOption = Annotated[
     Literal["auto", "ema", "raw"], typer.Option(help="Averaged weights where there are any (auto), or one kind.")
 ]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()
@@ -76,7 +74,7 @@ def train(
 
     if dry_run:
         if report := loop.dry_run(settings):  # empty on all processes but one
-            _print_table(report)
+            print_table(report)
     else:
         loop.train(settings)
 
@@ -153,10 +151,10 @@ def score(
         lines = [words for words, counts in zip(read_words(file), scored, strict=True) if counts]
         report["best_possible_ppl"] = embedded.best_possible(lines).ppl
     if as_json:
-        _print_json(report)
+        print_json(report)
         return
     out = sys.stderr if per_sentence else sys.stdout
-    _print_table(report, out)
+    print_table(report, out)
     if "best_possible_ppl" in report:
         best, own = report["best_possible_ppl"], result.perplexity_per_word  # the source's are words
         line = f"perplexity {own:.3f}, best possible {best:.3f}, ratio {own / best:.4f}"
@@ -179,10 +177,7 @@ def info(
     from lm_pcfg.inference.model import load_trained
 
     report = describe(load_trained(checkpoint, weights=weights, device=device))
-    if as_json:
-        _print_json(report)
-    else:
-        _print_table(report)
+    show(report, as_json)
 
 
 @app.command()
@@ -210,114 +205,6 @@ def report(
             raise UserError(f"cannot write {plot}: {error.strerror}") from None
 
 
-_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-
-@bench.command(name="inside", context_settings=_PASSED_ON)
-def bench_inside(context: typer.Context) -> None:
-    """Time the inside algorithm over a grid of sizes, checked against fp64 first (--help shows its options)."""
-    from flash_inside.benchmarks import inside
-
-    raise typer.Exit(inside.main(context.args))
-
-
-@bench.command(name="extremes", context_settings=_PASSED_ON)
-def bench_extremes(context: typer.Context) -> None:
-    """Check the inside algorithm on very peaked random grammars against fp64 (--help shows its options)."""
-    from flash_inside.benchmarks import extremes
-
-    raise typer.Exit(extremes.main(context.args))
-
-
-@bench.command(name="emission", context_settings=_PASSED_ON)
-def bench_emission(context: typer.Context) -> None:
-    """Time the emission's normalisers, checked against fp64 first (--help shows its options)."""
-    from flash_inside.benchmarks import normalizers
-
-    raise typer.Exit(normalizers.main(context.args))
-
-
-@bench.command(name="step")
-def bench_step(
-    config: Annotated[Path | None, typer.Option(help="YAML file with the data; default: synthetic text.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change: model.state_dropout=0.5"),
-    ] = None,
-    nonterminals: Annotated[str, typer.Option(help="Grammars, by their nonterminals.")] = "512,2048,4096,8192",
-    sentences: Annotated[str, typer.Option(help="Batch sizes.")] = "16",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each measurement.")] = 100,
-    csv: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write an SVG here.")] = None,
-) -> None:
-    """Time a training step and its parts over a grid of grammars and batch sizes."""
-    grid = _numbers("--nonterminals", nonterminals), _numbers("--sentences", sentences)
-    from lm_pcfg.training import step_benchmark
-
-    step_benchmark.main(config, overrides or [], *grid, steps, csv, plot)
-
-
-@bench.command(name="ngram")
-def bench_ngram(
-    train: Annotated[str, typer.Option(metavar="FILE", help="Training text, one sentence a line.")],
-    test: Annotated[str, typer.Option(metavar="FILE", help="Text to score.")],
-    order: Annotated[int, typer.Option(min=1, max=9, help="Words of the longest n-gram.")] = 5,
-    vocabulary_size: Annotated[
-        int | None, typer.Option(min=1, help="Most word types, as data.vocabulary.size; default: all.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Perplexity of a text under a Kneser-Ney n-gram model and a unigram model: baselines on the same tokens."""
-    from lm_pcfg.baselines import ngram
-
-    report = ngram.compare(train, test, order, vocabulary_size, warn)
-    if as_json:
-        _print_json(report)
-    else:
-        _print_table(report)
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{option} {text!r} should be whole numbers above 0, with commas between them")
-    return [int(part) for part in parts]
-
-
-@bench.command(name="scaling")
-def bench_scaling(
-    config: Annotated[Path | None, typer.Option(help="Model and vocabulary; default: the paper's networks.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the config.")] = None,
-    nonterminals: Annotated[int, typer.Option(min=1, help="Without a config.")] = 4096,
-    words: Annotated[int | None, typer.Option(min=1, help="Vocabulary; default: the config's, or 10,000.")] = None,
-    step_ms: Annotated[float | None, typer.Option(min=0, help="A measured step: one GPU, 16 sentences.")] = None,
-    inside_ms: Annotated[float | None, typer.Option(min=0, help="The same of the inside algorithm alone.")] = None,
-    sentences: Annotated[int, typer.Option(min=1, help="Of each GPU: the batch grows with the GPUs.")] = 16,
-    all_sentences: Annotated[int | None, typer.Option(min=1, help="Of all GPUs: the batch does not grow.")] = None,
-    emission_shards: Annotated[int, typer.Option(min=1, help="Ranks that share the emission's normalisers.")] = 1,
-    spread: Annotated[float, typer.Option(min=0, help="Deviation of ranks' inside times, as a part of them.")] = 0.0,
-    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
-    within: Annotated[str, typer.Option(help="Link of GPUs in a node: nvlink, pcie.")] = "nvlink",
-    between: Annotated[
-        str, typer.Option(help="Link of nodes: infiniband, infiniband-hdr, ethernet-100, ethernet-10.")
-    ] = "infiniband",
-    within_gb: Annotated[float | None, typer.Option(min=0.001, help="GB/s of a GPU instead.")] = None,
-    between_gb: Annotated[float | None, typer.Option(min=0.001, help="GB/s of a GPU instead.")] = None,
-    most_gpus: Annotated[int, typer.Option(min=1)] = 1024,
-    as_json: Json = False,
-) -> None:
-    """Efficiency from 1 to 1,024 GPUs, predicted from the time of a step, message sizes and links."""
-    from lm_pcfg.training import scaling_report
-
-    model_and_words = scaling_report.model_and_words(config, overrides or [], nonterminals, words)
-    report = scaling_report.report(
-        model_and_words, step_ms=step_ms, inside_ms=inside_ms,
-        gpus_per_node=gpus_per_node, within=(within, within_gb), between=(between, between_gb), most_gpus=most_gpus,
-        sentences=sentences, all_sentences=all_sentences, emission_shards=emission_shards, spread=spread,
-    )  # fmt: skip
-    print(json.dumps(report) if as_json else scaling_report.table(report))
-
-
 def _count_lines(file: str) -> int | None:
     """For the progress bar alone; None where one cannot know before reading."""
     path = Path(file)
@@ -325,22 +212,6 @@ def _count_lines(file: str) -> int | None:
         return None
     with path.open("rb") as handle:
         return sum(block.count(b"\n") for block in iter(lambda: handle.read(1 << 20), b""))
-
-
-def _print_json(report: dict[str, Any]) -> None:
-    """JSON as the standard has it: null for what is not finite."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}
-    print(json.dumps(finite, allow_nan=False))
-
-
-def _print_table(report: dict[str, Any], out: Any = None) -> None:
-    width = max(map(len, report))
-    for name, value in report.items():
-        if isinstance(value, float):
-            shown = f"{value:,.4f}"
-        else:
-            shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-        print(f"{name:<{width}}  {shown}", file=out or sys.stdout)
 
 
 # What Typer raises for wrong usage: a class of click, or of the copy of it that newer Typers carry.

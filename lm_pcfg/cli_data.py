@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from lm_pcfg.cli_output import Json, show
 from lm_pcfg.errors import UserError
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def prepare(
@@ -70,7 +68,7 @@ def prepare(
         pieces=size or 8000, byte_fallback=byte_fallback, shard_lines=shard_lines, on_error=on_error,
     )  # fmt: skip
     manifest = preparing.prepare(inputs, out, options, processes=processes)
-    _print(describe(manifest), as_json)
+    show(describe(manifest), as_json)
 
 
 def _word_options(config: Path | None, size: int | None, min_count: int, lowercase: bool, fold_numbers: bool) -> Any:
@@ -101,7 +99,7 @@ def info_about(corpus: Path, as_json: bool) -> None:
     manifest = read_manifest(corpus)
     verify(manifest)
     vocabulary_of(manifest)
-    _print(describe(manifest), as_json)
+    show(describe(manifest), as_json)
 
 
 def bench_data(
@@ -124,14 +122,4 @@ def bench_data(
         source or [], lines=lines, sentencepiece=sentencepiece, field=field, by=by, max_length=max_length or None,
         workers=workers,
     )  # fmt: skip
-    _print(report, as_json)
-
-
-def _print(report: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report, allow_nan=False))
-        return
-    width = max(map(len, report))
-    for name, value in report.items():
-        shown = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-        print(f"{name:<{width}}  {shown}")
+    show(report, as_json)

@@ -1,0 +1,35 @@
+"""How commands print their results: for people, or one JSON object for machines."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Annotated, Any
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def print_json(report: dict[str, Any]) -> None:
+    """JSON as the standard has it: null for what is not finite."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}
+    print(json.dumps(finite, allow_nan=False))
+
+
+def print_table(report: dict[str, Any], out: Any = None) -> None:
+    width = max(map(len, report))
+    for name, value in report.items():
+        if isinstance(value, float):
+            shown = f"{value:,.4f}"
+        else:
+            shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+        print(f"{name:<{width}}  {shown}", file=out or sys.stdout)
+
+
+def show(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+    else:
+        print_table(report)
