@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ SCRIPTS = REPOSITORY / "launch" / "slurm"
 SETTINGS = (
     "model.nonterminals=12 model.preterminals=16 batch.sentences=16 training.max_steps=200 training.log_every=20 "
     "evaluation.every_epochs=null evaluation.batch_cost=100000 tracking.mlflow=false checkpoint.every_steps=25 "
-    "engine.timeout_seconds=60"
+    "engine.timeout_seconds=60 'model.init=normal(1, 1)'"
 )
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 NODES = ("alpha", "beta")  # the controller runs on the last
@@ -55,13 +56,14 @@ MpiDefault=none
 ReturnToService=2
 SwitchType=switch/none
 SlurmdParameters=config_overrides
+GresTypes=gpu
 MailProg=/bin/true
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-NODE = (  # CPUs are only counted: the host has as many as it has
+NODE = (  # CPUs and GPUs are only counted: the host has what it has
     "NodeName={name} NodeHostName={name} NodeAddr=127.0.0.1 Port={port} CPUs=4 Boards=1 SocketsPerBoard=1 "
-    "CoresPerSocket=4 ThreadsPerCore=1 RealMemory=8000 State=UNKNOWN"
+    "CoresPerSocket=4 ThreadsPerCore=1 RealMemory=8000 Gres=gpu:2 State=UNKNOWN"
 )
 
 
@@ -157,12 +159,13 @@ class Job:
     def __init__(self, cluster: Cluster, folder: Path, script: str, *options: str, settings: str = "", **more: str):
         """The run is called like the script, or as name=... among the settings says."""
         self.cluster = cluster
-        self.settings = dict(setting.split("=", 1) for setting in f"name={script} {SETTINGS} {settings}".split())
-        self.run = folder / "runs" / self.settings["name"]
+        words = shlex.split(f"name={script} {SETTINGS} {settings}")
+        name = [word for word in words if word.startswith("name=")][-1].removeprefix("name=")
+        self.run = folder / "runs" / name
         self.id = cluster.sbatch(
             *options, f"--output={self.run.name}-%j.out", str(SCRIPTS / f"{script}.sbatch"), cwd=folder,
             CONFIG=str(REPOSITORY / "configs" / "tiny.yaml"), VENV=sys.prefix, OMP_NUM_THREADS="1",
-            OVERRIDES=" ".join(f"{key}={value}" for key, value in self.settings.items()), **more,
+            OVERRIDES=shlex.join(words), **more,
         )  # fmt: skip
         self.output = folder / f"{self.run.name}-{self.id}.out"
 

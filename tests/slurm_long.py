@@ -45,27 +45,36 @@ def kill_a_worker(job: Job) -> None:
 INTERRUPTIONS: list[Callable[[Job], None]] = [requeue, early_warning, terminate_steps, kill_a_worker]
 
 
-def interrupted(job: Job, times: int, latest: float) -> list[str]:
-    """What was done to it. An interruption that found nothing to interrupt is tried again."""
+def interrupted(job: Job, times: int) -> list[str]:
+    """What was done to it, and when: one time in three while it starts, else after a new checkpoint."""
     done: list[str] = []
     while len(done) < times:
-        job.cluster.wait_for_state(job.id, "RUNNING", *slurm_cluster.ENDED)
-        moment = random.uniform(0, latest)
-        time.sleep(moment)
-        if job.state() != "RUNNING":
+        job.cluster.wait_for_state(job.id, "RUNNING")
+        before, saved = job.restarts(), newest_checkpoint(job)
+        if random.random() < 1 / 3:
+            time.sleep(random.uniform(0, 10))
+        else:
+            moved_on = lambda saved=saved: newest_checkpoint(job) != saved or job.state() in slurm_cluster.ENDED  # noqa: E731
+            job.cluster.wait_for(moved_on, 300, "a new checkpoint")
+            time.sleep(random.uniform(0, 0.5))
+        if job.state() in slurm_cluster.ENDED:
             break
-        before = job.restarts()
         action = random.choice(INTERRUPTIONS)
+        at = newest_checkpoint(job)
         action(job)
-        patience = time.monotonic() + 45
-        while job.restarts() == before and job.state() == "RUNNING" and time.monotonic() < patience:
+        ended = lambda before=before: job.restarts() > before or job.state() in slurm_cluster.ENDED  # noqa: E731
+        patience = time.monotonic() + 90
+        while not ended() and time.monotonic() < patience:
             time.sleep(0.2)
         if job.restarts() > before:
-            done.append(f"{action.__name__} after {moment:.1f} s")
+            done.append(f"{action.__name__} ({at})")
             job.cluster.start_again(job.id)
-        elif job.state() != "RUNNING":
-            break
     return done
+
+
+def newest_checkpoint(job: Job) -> str:
+    names = sorted(path.name for path in job.run.glob("checkpoints/step-*[0-9]"))
+    return names[-1] if names else "no checkpoint"
 
 
 def main() -> None:
@@ -81,16 +90,14 @@ def main() -> None:
         folder = Path(root)
         for name, (script, sbatch_options, environment) in CASES.items():
             settings = "training.max_steps=400 checkpoint.every_steps=30"
-            began = time.monotonic()
             whole = Job(
                 cluster, folder, script, *sbatch_options, settings=f"name=whole-{script} {settings}", **environment
             )
             whole.end()
-            took = time.monotonic() - began
             broken = Job(
                 cluster, folder, script, *sbatch_options, settings=f"name=broken-{script} {settings}", **environment
             )
-            done = interrupted(broken, options.times, latest=took * 0.8)
+            done = interrupted(broken, options.times)
             broken.end()
             same = broken.metrics() == whole.metrics()
             failures += not same or broken.restarts() != len(done) or not done

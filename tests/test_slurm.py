@@ -116,6 +116,15 @@ def test_wrong_settings_fail_at_once(cluster, folder):
     assert job.restarts() == 0
 
 
+def test_a_job_with_gpus_starts_a_process_for_each_and_refuses_to_do_without(cluster, folder):
+    options = {"settings": "name=gpus", "MAX_STARTS_WITHOUT_PROGRESS": "1"}
+    job = Job(cluster, folder, "single_node", "--gpus-per-node=2", **options)
+    job.end("FAILED")
+    assert "processes a node: 2, GPUs a node: 2" in job.said()
+    assert job.said().count("error: device: cuda was asked for, but PyTorch sees no GPU") >= 1
+    assert job.restarts() == 0
+
+
 def test_a_failing_run_is_not_requeued_for_ever(cluster, folder):
     job = Job(
         cluster, folder, "single_node", settings="name=failing data.train=nowhere.txt", MAX_STARTS_WITHOUT_PROGRESS="2"

@@ -20,7 +20,8 @@ from texts import write_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TWO_HOSTS = "accelerate launch --config_file launch/accelerate/nodes.yaml --num_machines 2"
-ONE_HOST = "accelerate launch --config_file launch/accelerate/cpu.yaml"
+ONE_HOST = "accelerate launch --config_file launch/accelerate/cpu.yaml lm_pcfg/train.py"
+DEEPSPEED = "accelerate launch --config_file launch/accelerate/cpu.yaml --use_deepspeed"
 ADDRESSES = {"alpha": "10.78.0.1", "beta": "10.78.0.2"}
 
 reason = namespaces.skip_reason(namespaces.missing())
@@ -64,9 +65,13 @@ def test_two_hosts_train_as_two_processes_of_one(tmp_path):
         assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     assert "DDP, 2 processes on 2 hosts" in outputs[0]
 
-    command = [*documented(ONE_HOST), *settings, "name=host"]
-    result = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=180)
-    assert result.returncode == 0, result.stderr
-    assert "DDP, 2 processes on 1 host" in result.stderr
-    assert len(losses(tmp_path / "runs" / "host")) >= 8
-    assert losses(tmp_path / "runs" / "hosts") == losses(tmp_path / "runs" / "host")
+    for name, start, engine in (("host", ONE_HOST, "DDP"), ("deepspeed", DEEPSPEED, "DeepSpeed ZeRO 2")):
+        command = [*documented(start), *settings, f"name={name}"]
+        result = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=180)
+        assert result.returncode == 0, result.stderr
+        assert f"{engine}, 2 processes on 1 host" in result.stderr
+    expected = losses(tmp_path / "runs" / "host")
+    assert len(expected) >= 8
+    assert losses(tmp_path / "runs" / "hosts") == expected  # bit for bit
+    for one, other in zip(losses(tmp_path / "runs" / "deepspeed"), expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)

@@ -39,10 +39,10 @@ command -v accelerate >/dev/null || fail "no accelerate on the PATH: set VENV to
 
 # The settings, one an element; quotes in OVERRIDES keep spaces together.
 [ -n "${CONFIG:-}" ] || fail "no CONFIG: use CONFIG=configs/tiny.yaml sbatch ..."
-settings=()
+settings=(resume=auto)
 if [ -n "${OVERRIDES:-}" ]; then
   separated=$(xargs printf '%s\n' <<<"$OVERRIDES") || fail "OVERRIDES cannot be taken apart: $OVERRIDES"
-  mapfile -t settings <<<"$separated"
+  mapfile -t -O 1 settings <<<"$separated"
 fi
 
 # resolved name|folder [SETTING ...]: of the run. A mistake in the settings shows here, before any node works.
@@ -64,11 +64,8 @@ train_job() {
     say "$run_folder is FINISHED, nothing to do (to train it further remove that file; for another run set name=...)"
     exit 0
   fi
-  # A run that has begun is continued; what OVERRIDES says of resume is for its first start.
   if [ -d "$run_folder/checkpoints" ]; then
-    settings+=(resume=auto)
-  else
-    settings=(resume=auto "${settings[@]}")
+    settings+=(resume=auto) # what OVERRIDES says of resume is for the first start of a run
   fi
 
   local nodes=$SLURM_JOB_NUM_NODES status
@@ -79,8 +76,10 @@ train_job() {
   fi
   MAIN_ADDRESS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   # Below the ports that Linux hands out itself (32768 and up). Each element of a job array has a job id of its own.
-  MAIN_PORT=${MAIN_PORT:-$((12000 + SLURM_JOB_ID % 20000))}
-  LOGS=$run_folder/logs/job-$job/start-${SLURM_RESTART_COUNT:-0}
+  # Another one at each start, in case the first is taken.
+  local start=${SLURM_RESTART_COUNT:-0}
+  MAIN_PORT=${MAIN_PORT:-$((12000 + (SLURM_JOB_ID + 1009 * start) % 20000))}
+  LOGS=$run_folder/logs/job-$job/start-$start
   export MAIN_ADDRESS MAIN_PORT LOGS
   mkdir -p "$LOGS" || fail "cannot write to $run_folder"
   say "$ENGINE, nodes: $nodes, processes a node: $PROCESSES_PER_NODE, GPUs a node: $GPUS_PER_NODE," \
@@ -102,12 +101,19 @@ train_job() {
 }
 
 end_or_requeue() {
-  local status=$1 state newest last='' starts=0
+  local status=$1 state='' newest last='' starts=0 attempt
   if [ -e "$run_folder/FINISHED" ]; then
     say "$run_folder is FINISHED"
     exit 0
   fi
-  state=$(scontrol show job "$job" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
+  for attempt in 1 2 3 4 5 6; do # the controller may be away for a moment
+    state=$(scontrol show job "$job" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
+    if [ -n "$state" ]; then
+      break
+    fi
+    say "attempt $attempt: SLURM does not say how the job is"
+    sleep 5
+  done
   if [ "$state" != RUNNING ]; then # cancelled, requeued, out of time: SLURM has decided already
     say "not finished; the job is ${state:-unknown to SLURM}, so it is not requeued from here"
     exit "$status"

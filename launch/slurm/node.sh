@@ -13,6 +13,7 @@ fail() {
   exit 1
 }
 
+command -v pkill >/dev/null || fail "has no pkill (Debian: procps), by which workers are told to stop"
 if [ "${SLURM_GPUS_ON_NODE:-0}" != "$GPUS_PER_NODE" ]; then
   fail "has ${SLURM_GPUS_ON_NODE:-0} GPUs and the first node $GPUS_PER_NODE: ask for sbatch --gpus-per-node"
 fi
@@ -31,13 +32,18 @@ interface() {
   address=$(getent ahostsv4 "$other" | awk 'NR == 1 { print $1 }')
   ip -o route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p'
 }
-if [ "$nodes" -gt 1 ] && [ -z "${GLOO_SOCKET_IFNAME:-}${NCCL_SOCKET_IFNAME:-}" ] && found=$(interface 2>/dev/null) && [ -n "$found" ]; then
-  export GLOO_SOCKET_IFNAME=$found NCCL_SOCKET_IFNAME=$found
+if [ "$nodes" -gt 1 ] && found=$(interface 2>/dev/null) && [ -n "$found" ]; then
+  export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$found} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$found}
 fi
 
 processes=$((nodes * PROCESSES_PER_NODE))
-launch=(accelerate launch --mixed_precision no --dynamo_backend no --num_processes "$processes" --num_machines "$nodes")
-launch+=(--machine_rank "$SLURM_NODEID" --main_process_ip "$MAIN_ADDRESS" --main_process_port "$MAIN_PORT")
+configuration=nodes # one of ours in any case: else Accelerate takes what `accelerate config` left in the home folder
+if [ "$processes" = 1 ] && [ "$ENGINE" = ddp ]; then
+  configuration=one_gpu
+fi
+launch=(accelerate launch --config_file "$repository/launch/accelerate/$configuration.yaml" --mixed_precision no --dynamo_backend no)
+launch+=(--num_processes "$processes" --num_machines "$nodes" --machine_rank "$SLURM_NODEID")
+launch+=(--main_process_ip "$MAIN_ADDRESS" --main_process_port "$MAIN_PORT")
 launch+=(--rdzv_backend static --tee 3 --log_dir "$LOGS/node-$SLURM_NODEID")
 if [ "$ENGINE" = deepspeed ]; then
   zero=${DEEPSPEED_CONFIG:-$repository/launch/deepspeed/zero${ZERO:-2}.json}
