@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from flash_inside import Statistics
+from flash_inside.softmax import product_precision
 from lm_pcfg.corpus.batches import make_batch, plan_epoch
 from lm_pcfg.corpus.sentences import Sentences
 from lm_pcfg.grammar.boundary import Grammar
@@ -61,15 +62,14 @@ def sentence_log_probabilities(
     Of several ranks each computes every world_size-th batch and leaves 0 elsewhere: their sum is the same, bit for bit.
     """
     scores = np.zeros(len(sentences), dtype=np.float64)
-    device = grammar.root.device
-    with torch.no_grad():
+    with torch.no_grad(), product_precision("fp32"):  # of the emission's columns, whatever the chart's is
         plan = plan_epoch(sentences.lengths, by="cost", cost=batch_cost, shuffle=False)
         for indices in plan[rank::world_size]:
             batch = make_batch(sentences, indices)
-            words = torch.from_numpy(batch.words).to(device)
             log_z = grammar.log_likelihood(
-                words, batch.lengths, precision=precision, backend=backend, statistics=statistics
-            )
+                torch.from_numpy(batch.words), batch.lengths, precision=precision, backend=backend,
+                statistics=statistics,
+            )  # fmt: skip
             scores[indices] = log_z.double().cpu().numpy()
             on_batch(len(indices))
     return scores
