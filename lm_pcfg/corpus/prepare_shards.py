@@ -27,6 +27,7 @@ from lm_pcfg.corpus.vocabularies import AnyVocabulary
 from lm_pcfg.corpus.vocabulary import replace_file
 
 ROWS_AT_A_TIME = 16_384
+SHARD_BYTES = 256 << 20  # of text: long lines make shards of fewer
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,10 @@ def tasks_of(source: Input, options: ReadOptions, shard_lines: int, reading: Rea
     try:
         for rows in rows_of(source, options):
             waiting += rows
-            while len(waiting) >= shard_lines:
-                yield Task(source, part, waiting[:shard_lines], first_row)
-                waiting, part, first_row = waiting[shard_lines:], part + 1, first_row + shard_lines
+            while len(waiting) >= shard_lines or sum(len(row or "") for row in waiting) >= SHARD_BYTES:
+                task = Task(source, part, waiting[:shard_lines], first_row)
+                yield task
+                waiting, part, first_row = waiting[shard_lines:], part + 1, first_row + len(task.rows)
     except ShardError as error:
         if options.on_error == "fail":
             raise

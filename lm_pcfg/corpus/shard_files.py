@@ -33,6 +33,7 @@ TEXT_SUFFIXES = {".txt", ".text", ".tokens", ".raw"}  # what a folder is searche
 PARQUET_SUFFIXES = {".parquet", ".pq"}
 TREE_SUFFIXES = {".trees", ".mrg", ".ptb", ".txt", ".brackets"}
 PARQUET_ROWS_AT_A_TIME = 4096
+BYTES_AT_A_TIME = 64 << 20  # a chunk of long rows has fewer of them
 
 OnError = Literal["fail", "skip"]
 Row = bytes | str | None  # bytes of a text or JSON line, or the value of a Parquet field
@@ -169,8 +170,12 @@ def _take(content: Iterator[Row], count: int, path: Path) -> _Part:
     rows: list[Row] = []
     damage = None
     try:
+        size = 0
         for row in itertools.islice(content, count):
             rows.append(row)  # what came before an error is kept
+            size += len(row or "")
+            if size >= BYTES_AT_A_TIME:
+                break
     except ShardError as error:
         damage = error
     except (OSError, EOFError) as error:
