@@ -75,7 +75,7 @@ def test_help_answers_quickly_and_imports_nothing_heavy(tmp_path):
     assert subprocess.check_output([sys.executable, "-c", code], text=True, env=environment).strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["train", "score", "info", "report"])
+@pytest.mark.parametrize("command", ["train", "score", "info", "report", "prepare"])
 def test_every_command_has_help(command, tmp_path):
     result = lm_pcfg(command, "--help", cwd=tmp_path)
     assert result.returncode == 0

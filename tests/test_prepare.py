@@ -255,6 +255,18 @@ def test_bad_inputs_are_named_or_left_out_and_counted(tmp_path):
         made(tmp_path / "nothing", tmp_path / "blank.txt")
 
 
+def test_long_rows_make_smaller_shards(tmp_path, monkeypatch):
+    from lm_pcfg.corpus import prepare_shards, shard_files
+
+    monkeypatch.setattr(prepare_shards, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(shard_files, "BYTES_AT_A_TIME", 500)
+    lines = random_lines(300, longest=30, blank=0)
+    folder = made(tmp_path / "out", write_shard(tmp_path / "a.txt", lines), write_shard(tmp_path / "b.parquet", lines))
+    assert len(read_manifest(folder).shards) > 4
+    vocabulary = vocabulary_of(read_manifest(folder))
+    assert sentences(folder) == [vocabulary.encode(line.split()) for line in lines] * 2
+
+
 def test_a_damaged_manifest_or_shard_is_found(tmp_path):
     write_shard(tmp_path / "a.txt", random_lines(50))
     folder = made(tmp_path / "out", tmp_path / "a.txt")

@@ -143,7 +143,7 @@ def test_bad_shards_are_in_the_metrics_and_lost_ones_do_not_stop_a_run(shards, m
 @pytest.mark.slow
 def test_two_ranks_share_the_shards_and_one_goes_on_alone(shards):
     changes = {
-        "data": {**SOURCES["prepared"](shards), "workers": 1},
+        "data": {**SOURCES["raw"](shards), "workers": 1},
         "batch": {"sentences": 3},
         "training": {"epochs": 2},
     }
@@ -245,6 +245,7 @@ def test_info_and_dry_run(shards):
         ({"train": "prepared", "valid": "other"}, "another vocabulary"),
         ({"train": ["prepared", "other"]}, "is a prepared corpus; several of them are a mixture"),
         ({"train": "shards", "sentencepiece": "train.txt"}, "not a SentencePiece model"),
+        ({"train": "prepared", "sentencepiece": "any.model"}, "brings its vocabulary"),
         ({"train": "shards", "max_length": 0}, "max_length"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,6 +111,19 @@ def test_binary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: 
     message = error_of("-")
     assert looks_like in message
     assert message.startswith("standard input: ")
+
+
+def test_compressed_text_is_read_as_it_is(tmp_path: Path) -> None:
+    text = b"\xef\xbb\xbfa b\r\nc\n" * 1 + b"d e\n" * 50_000
+    for suffix, content in ((".gz", gzip.compress(text)), (".zst", zstandard.ZstdCompressor().compress(text))):
+        path = tmp_path / f"text.txt{suffix}"
+        path.write_bytes(content)
+        lines = [line for _, line in read_lines(path)]
+        assert lines == ["a b", "c"] + ["d e"] * 50_000
+        path.write_bytes(content[:-9])
+        assert "is the file whole" in error_of(path)
+        path.write_bytes(b"plain text\n" * 9)
+        assert "reading failed" in error_of(path)
 
 
 def test_text_that_only_resembles_a_binary_file(tmp_path: Path) -> None:

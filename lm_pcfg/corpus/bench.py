@@ -139,7 +139,7 @@ def make_up(folder: Path, lines: int, seed: int = 0) -> None:
     histogram = Histogram.sum([group for entry in entries for group in entry.groups])
     manifest = {
         "format": FORMAT,
-        "counts": {"lines": lines, "words": histogram.words},
+        "counts": {"lines": lines, "words": histogram.words, "tokens": histogram.words, "unknown": 0},
         "vocabulary": {"kind": "words", "types": WORDS, "sha256": vocabulary.hash},
         "damage": [],
         "versions": {},

@@ -29,6 +29,7 @@ from lm_pcfg.corpus.prepare_shards import (
     finished,
     forget_notes,
     lines_of_rows,
+    make_durable,
     remove_leftovers,
     tasks_of,
     write_shard,
@@ -310,6 +311,7 @@ def _write_manifest(
     }
     if options.trees:
         _write_texts(out, [entry.file for entry in entries])
+    make_durable(out)
     replace_file(out / MANIFEST, manifest_text(content).encode())
     return read_manifest(out)
 

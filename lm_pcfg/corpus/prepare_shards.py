@@ -6,6 +6,7 @@ shard counts as finished if that file is there and the hash is right.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,13 +21,15 @@ import numpy as np
 from lm_pcfg.corpus.blocks import Histogram
 from lm_pcfg.corpus.hub import rows_of_split
 from lm_pcfg.corpus.prepared import IDS, ROW_GROUP_LINES, SHARDS, ShardEntry, problem_with
-from lm_pcfg.corpus.shard_files import Chunk, OnError, Row, ShardError, lines_of, scan
+from lm_pcfg.corpus.shard_files import Chunk, OnError, Row, ShardError, scan
+from lm_pcfg.corpus.shard_lines import lines_of
 from lm_pcfg.corpus.text import TextError, read_lines
 from lm_pcfg.corpus.treebank import TreeError, read_trees, words_of
 from lm_pcfg.corpus.vocabularies import AnyVocabulary
 from lm_pcfg.corpus.vocabulary import replace_file
 
 ROWS_AT_A_TIME = 16_384
+SHARD_BYTES = 256 << 20  # of text: long lines make shards of fewer
 
 
 @dataclass(frozen=True)
@@ -138,9 +141,10 @@ def tasks_of(source: Input, options: ReadOptions, shard_lines: int, reading: Rea
     try:
         for rows in rows_of(source, options):
             waiting += rows
-            while len(waiting) >= shard_lines:
-                yield Task(source, part, waiting[:shard_lines], first_row)
-                waiting, part, first_row = waiting[shard_lines:], part + 1, first_row + shard_lines
+            while len(waiting) >= shard_lines or sum(len(row or "") for row in waiting) >= SHARD_BYTES:
+                task = Task(source, part, waiting[:shard_lines], first_row)
+                yield task
+                waiting, part, first_row = waiting[shard_lines:], part + 1, first_row + len(task.rows)
     except ShardError as error:
         if options.on_error == "fail":
             raise
@@ -169,11 +173,12 @@ def finished(folder: Path, task: Task, options: ReadOptions, vocabulary: AnyVoca
         found = Finished(entry, Counts(**stored["counts"]), int(stored["rows"]), fresh=False)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if (
-        stored.get("made_of") != _made_of(task, options, vocabulary)
-        or problem_with(folder / SHARDS / task.file, entry) is not None
-    ):
+    if stored.get("made_of") != _made_of(task, options, vocabulary):
         return None
+    if problem_with(folder / SHARDS / task.file, entry) is not None:
+        return None
+    if found.counts.unreadable and options.on_error == "fail":
+        return None  # made with on_error: skip; now it should be told
     return found
 
 
@@ -229,6 +234,17 @@ def write_ids(path: Path, lengths: np.ndarray, ids: np.ndarray, columns: dict[st
     starts = range(0, len(lengths), ROW_GROUP_LINES)
     groups = tuple(Histogram.of(lengths[start : start + ROW_GROUP_LINES]) for start in starts)
     return ShardEntry(path.name, sha256, path.stat().st_size, groups)
+
+
+def make_durable(folder: Path) -> None:
+    """The names of the shards, before a manifest says that they are there."""
+    for path in (folder / SHARDS, folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # some network file systems cannot fsync a folder
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def remove_leftovers(folder: Path) -> None:

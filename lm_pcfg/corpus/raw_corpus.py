@@ -37,10 +37,10 @@ from lm_pcfg.corpus.shard_files import (
     ShardError,
     changed,
     is_parquet,
-    lines_of,
     opens_anywhere,
     scan,
 )
+from lm_pcfg.corpus.shard_lines import lines_of
 from lm_pcfg.corpus.vocabularies import AnyVocabulary
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions, replace_file
 from lm_pcfg.errors import UserError

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import glob
 import itertools
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +18,6 @@ from lm_pcfg.corpus.text import (
     BINARY_CHECK_BYTES,
     COMPRESSION,
     EMBEDDED_PREFIX,
-    UTF8_BOM,
     TextError,
     check_binary,
     open_text,
@@ -33,6 +30,7 @@ TEXT_SUFFIXES = {".txt", ".text", ".tokens", ".raw"}  # what a folder is searche
 PARQUET_SUFFIXES = {".parquet", ".pq"}
 TREE_SUFFIXES = {".trees", ".mrg", ".ptb", ".txt", ".brackets"}
 PARQUET_ROWS_AT_A_TIME = 4096
+BYTES_AT_A_TIME = 64 << 20  # a chunk of long rows has fewer of them
 
 OnError = Literal["fail", "skip"]
 Row = bytes | str | None  # bytes of a text or JSON line, or the value of a Parquet field
@@ -169,8 +167,12 @@ def _take(content: Iterator[Row], count: int, path: Path) -> _Part:
     rows: list[Row] = []
     damage = None
     try:
+        size = 0
         for row in itertools.islice(content, count):
             rows.append(row)  # what came before an error is kept
+            size += len(row or "")
+            if size >= BYTES_AT_A_TIME:
+                break
     except ShardError as error:
         damage = error
     except (OSError, EOFError) as error:
@@ -322,73 +324,3 @@ def _parquet_rows(path: Path, field: str, group: int) -> Iterator[Row]:
                     f"{path}: column {field!r} holds {type(value).__name__}, not text; choose another field"
                 )
             yield value
-
-
-# ---- rows to lines --------------------------------------------------------------------------------------------------
-
-
-def lines_of(rows: Sequence[Row], chunk: Chunk, path: Path, field: str, on_error: OnError) -> list[str | None]:
-    """The lines of a chunk; None is a line that cannot be read (invalid UTF-8 or JSON) under on_error: skip."""
-    if is_parquet(path):
-        return [line for row in rows for line in _split(str(row or ""))]
-    lines = _decoded(rows, chunk, path, on_error)
-    if not is_json(path):
-        return lines
-    return [line for number, text in enumerate(lines) for line in _of_json(text, chunk, number, path, field, on_error)]
-
-
-def _split(text: str) -> list[str]:
-    return text.removesuffix("\n").split("\n")
-
-
-def _decoded(rows: Sequence[Row], chunk: Chunk, path: Path, on_error: OnError) -> list[str | None]:
-    raw: list[bytes] = list(rows)  # type: ignore[arg-type]
-    if chunk.first_row == 0 and raw and raw[0].startswith(UTF8_BOM):
-        raw[0] = raw[0][len(UTF8_BOM) :]
-    with suppress(UnicodeDecodeError):
-        lines: list[str | None] = [*b"".join(raw).decode("utf-8").split("\n")]
-        if raw and raw[-1].endswith(b"\n"):
-            lines.pop()
-        if len(lines) == len(raw):
-            return lines
-    lines = []
-    for number, row in enumerate(raw, start=chunk.first_row + 1):
-        try:
-            lines.append(row.decode("utf-8").removesuffix("\n"))
-        except UnicodeDecodeError as error:
-            if on_error == "fail":
-                raise ShardError(
-                    f"{path}: line {number} is not valid UTF-8 (byte 0x{row[error.start]:02x}); if it is Latin-1, "
-                    "convert it with iconv -f latin1 -t utf-8, or leave such lines out with on_error: skip"
-                ) from None
-            lines.append(None)
-    return lines
-
-
-def _of_json(
-    text: str | None, chunk: Chunk, number: int, path: Path, field: str, on_error: OnError
-) -> list[str] | list[None]:
-    if text is None:
-        return [None]
-    if not text.strip():
-        return [""]
-    try:
-        value = json.loads(text)
-        if not isinstance(value, dict):
-            raise ValueError("not an object")
-        if field not in value:
-            raise ValueError(
-                f"has no field {field!r}; its fields: {', '.join(value) or 'none'} (choose one with field)"
-            )
-        content = value[field]
-        if isinstance(content, list) and all(isinstance(word, str) for word in content):
-            content = " ".join(content)
-        if content is not None and not isinstance(content, str):
-            raise ValueError(f"field {field!r} holds {type(content).__name__}, not text")
-        (content or "").encode("utf-8")  # JSON can spell half a character, which is no text
-    except (ValueError, RecursionError) as error:
-        if on_error == "skip":
-            return [None]
-        reason = "invalid JSON" if isinstance(error, json.JSONDecodeError) else " ".join(str(error).split())
-        raise ShardError(f"{path}: line {chunk.first_row + number + 1}: {reason}") from None
-    return _split(content or "")

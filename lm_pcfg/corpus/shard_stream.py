@@ -89,7 +89,10 @@ class ShardStream:
         return int(number_of_pass / self.sources[source].weight)
 
     def _max_length_of_pass(self, source: int, number_of_pass: int) -> int | None:
-        return self._max_length_for_epoch(self._epoch_of_pass(source, number_of_pass))
+        """Of the curriculum; None once it is over, so that later passes are alike."""
+        most = self._max_length_for_epoch(self._epoch_of_pass(source, number_of_pass))
+        over = most is not None and self.limits.max_length is not None and most >= self.limits.max_length
+        return None if over else most
 
     def _count_block_batches(self, source: int, max_length: int | None) -> np.ndarray:
         """int64 [blocks]: the batches of each."""

@@ -113,7 +113,7 @@ def score_lines(
         on_lines(len(block) - len(kept))  # the others were told of batch by batch
         yield from values
     vocabulary = trained.vocabulary
-    if result.unknown_words and not vocabulary.training_unknown:
+    if result.unknown_words and vocabulary.training_words and not vocabulary.training_unknown:
         warn(f"{name}: {result.unknown_words:,} unknown {unit}, but training saw none: their probability is arbitrary")
     warnings.summarise()
 

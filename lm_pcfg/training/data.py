@@ -192,6 +192,8 @@ def _vocabulary_of_shards(
 ) -> AnyVocabulary:  # fmt: skip
     """The first prepared corpus's; else the SentencePiece model of the settings; else built from all raw shards."""
     if any(prepared):
+        if data.sentencepiece is not None:
+            raise UserError("a prepared corpus brings its vocabulary; leave data.sentencepiece out")
         first = Path(weighted[prepared.index(True)][0][0])
         vocabulary = vocabulary_of(read_manifest(first))
         return vocabulary.with_end_of_sentence() if explicit else vocabulary
