@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test chaos lint clean
 
 # The stamps say what is installed; it is done anew when the dependencies change.
 $(VENV)/.installed: pyproject.toml
@@ -22,6 +22,12 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+# 25 kills of processes that train together, under DDP and under DeepSpeed, and every signal to every process.
+chaos: $(VENV)/.installed-dev
+	$(BIN)/python tests/chaos.py --kills 25
+	$(BIN)/python tests/chaos.py --kills 25 --zero-stage 2
+	$(BIN)/python -m pytest -m chaos
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
