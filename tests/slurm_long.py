@@ -38,7 +38,7 @@ def terminate_steps(job: Job) -> None:
 
 
 def kill_a_worker(job: Job) -> None:
-    if workers := job.cluster.host.processes(rf"python\S* \S+/train.py .*name={job.run.name} "):
+    if workers := job.cluster.host.processes(rf"python\S* (-u )?\S+/train.py .*name={job.run.name} "):
         os.kill(random.choice(workers), signal.SIGKILL)
 
 
