@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test slurm lint clean
+.PHONY: demo test chaos slurm lint clean
 
 # The stamps say what is installed; it is done anew when the dependencies change.
 $(VENV)/.installed: pyproject.toml
@@ -26,6 +26,12 @@ test: $(VENV)/.installed-dev
 # The long version of tests/test_slurm.py; needs root, and apt-get install slurm-wlm munge.
 slurm: $(VENV)/.installed-dev
 	$(BIN)/python tests/slurm_long.py
+
+# 25 kills of processes that train together, under DDP and under DeepSpeed, and every signal to every process.
+chaos: $(VENV)/.installed-dev
+	$(BIN)/python tests/chaos.py --kills 25
+	$(BIN)/python tests/chaos.py --kills 25 --zero-stage 2
+	$(BIN)/python -m pytest -m chaos
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

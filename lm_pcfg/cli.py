@@ -69,12 +69,14 @@ def train(
     if print_config:
         print(dump_yaml(settings), end="")
         return
-    from lm_pcfg.training import loop
-
     if dry_run:
-        if report := loop.dry_run(settings):  # empty on all processes but one
+        from lm_pcfg.training import dry_run as trial
+
+        if report := trial.dry_run(settings):  # empty on all processes but one
             _print_table(report)
     else:
+        from lm_pcfg.training import loop
+
         loop.train(settings)
 
 
@@ -279,9 +281,17 @@ def main() -> None:
     sys.exit(status)
 
 
+def _have_met() -> bool:
+    """Whether the processes of a run have found each other."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_initialized()
+
+
 def _fail(message: str, error: Exception | None = None) -> int:
     """Of several processes each says which it is; torchrun shows the first error in its summary, if it is told."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
+    if several and not _have_met() and os.environ.get("LOCAL_RANK", "0") != "0":
+        return 1  # what is wrong before they meet is wrong with all processes of this host: one says so
     say(f"lm_pcfg: error: {'rank ' + os.environ.get('RANK', '?') + ': ' if several else ''}{message}")
     if error is not None and "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

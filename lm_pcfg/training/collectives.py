@@ -49,6 +49,19 @@ class Collectives:
             raise FailedElsewhere("the main process failed")
         return result
 
+    def together(self, action: Callable[[], T]) -> T:
+        """The action, which must not wait for others, on every process; if any fails, one says why and all stop."""
+        result: Any = None
+        failure: UserError | None = None
+        try:
+            result = action()
+        except UserError as error:
+            failure = error
+        failed = self.gather(failure is not None)
+        if any(failed):
+            raise failure if failure and failed.index(True) == self.rank else FailedElsewhere("another process failed")
+        return result
+
     def gather(self, value: T) -> list[T]:
         """Of every process, in the order of ranks."""
         if self.world_size == 1:

@@ -53,11 +53,9 @@ class Engine(Collectives):
             self.accelerator.num_processes,
             torch.device("cpu") if device.type == "cpu" else device,  # not cpu:1, which safetensors does not know
         )
-        if settings.inside.backend == "triton" and self.device.type != "cuda":
-            raise UserError("inside.backend: triton needs a GPU, and this process has none; use inside.backend=auto")
         self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed else None
         self._patience = _patience(settings)
-        self._check_given(settings)
+        self.together(lambda: self._check_given(settings))
 
     @property
     def name(self) -> str:
@@ -90,6 +88,8 @@ class Engine(Collectives):
 
     def _check_given(self, settings: Settings) -> None:
         """Accelerate falls back silently where its launcher and its environment disagree."""
+        if settings.inside.backend == "triton" and self.device.type != "cuda":
+            raise UserError("inside.backend: triton needs a GPU, and this process has none; use inside.backend=auto")
         promised = os.environ.get("WORLD_SIZE", "1")
         if str(self.world_size) != promised:
             raise UserError(
@@ -161,6 +161,8 @@ def _meet_the_others(settings: Settings, on_cpu: bool) -> None:
         return
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():  # processes share a GPU
+            os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # or DDP would ask for a GPU of each rank's number
     timeout = _patience(settings)
     store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):  # hosts may count restarts differently

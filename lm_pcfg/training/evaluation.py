@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -41,20 +43,43 @@ class Evaluation:
         return f"validation perplexity {self.score.perplexity:.3f}{impossible}"
 
 
+class _Interrupted(Exception):
+    pass
+
+
 def evaluate(
-    skeleton: nn.Module, weights: dict[str, Tensor], valid: Sentences, settings: Settings, processes: Collectives
-) -> Evaluation:
-    """skeleton: the model without memory (on `meta`); `weights` are put in, be they averaged or gathered."""
+    skeleton: nn.Module,
+    weights: dict[str, Tensor],
+    valid: Sentences,
+    settings: Settings,
+    processes: Collectives,
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """skeleton: the model without memory (on `meta`); `weights` are put in, be they averaged or gathered.
+
+    None: some process was asked to stop meanwhile; a scheduler does not wait for the end of a long text.
+    """
     began = time.perf_counter()
     statistics = Statistics()
+
+    def check(lines: int) -> None:
+        if stop_asked():
+            raise _Interrupted
+
+    own, interrupted = np.zeros(len(valid)), False
     with torch.no_grad():
         grammar = functional_call(skeleton, weights, (None,))
-        own = sentence_log_probabilities(
-            grammar, valid, batch_cost=settings.evaluation.batch_cost, precision=settings.evaluation.precision,
-            backend=settings.inside.backend, statistics=statistics,
-            rank=processes.rank, world_size=processes.world_size,
-        )  # fmt: skip
+        try:
+            own = sentence_log_probabilities(
+                grammar, valid, batch_cost=settings.evaluation.batch_cost, precision=settings.evaluation.precision,
+                backend=settings.inside.backend, statistics=statistics, on_batch=check,
+                rank=processes.rank, world_size=processes.world_size,
+            )  # fmt: skip
+        except _Interrupted:
+            interrupted = True
+        recomputed, interruptions = processes.sums([float(statistics.recomputed), float(interrupted)])
+        if interruptions:
+            return None
         properties = analysis.summary(grammar)
     log_p = processes.sum_tensor(torch.from_numpy(own).to(processes.device)).cpu().numpy()
-    (recomputed,) = processes.sums([float(statistics.recomputed)])
     return Evaluation(corpus_score(valid, log_p), recomputed, properties, time.perf_counter() - began)

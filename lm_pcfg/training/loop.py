@@ -23,14 +23,14 @@ from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.training import checkpoint, data
 from lm_pcfg.training.collectives import telling_lost_contact
-from lm_pcfg.training.engine import Engine, peak_memory
+from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.evaluation import evaluate
 from lm_pcfg.training.learner import Update, make_learner
 from lm_pcfg.training.metrics_file import MetricsFile
 from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor, state_dropout_rate
 from lm_pcfg.training.position import Position, Window
 from lm_pcfg.training.run_folder import RunFolder, choose_start
-from lm_pcfg.training.saving import Saver
+from lm_pcfg.training.saving import Saver, load_fitting
 from lm_pcfg.training.stop_signals import StopSignals
 from lm_pcfg.training.throughput import Throughput
 from lm_pcfg.training.tracking import NoTracker, Status, Tracker
@@ -48,7 +48,8 @@ def train(settings: Settings) -> Path:
         start = engine.on_main(lambda: choose_start(settings, warn))
         folder = RunFolder(start.folder)
         engine.on_main(folder.claim)
-        vocabulary = folder.load_vocabulary(start.from_checkpoint) if start.from_checkpoint else None
+        source = start.from_checkpoint
+        vocabulary = engine.together(lambda: folder.load_vocabulary(source)) if source else None
         trainer = Trainer(settings, engine, vocabulary)
         if start.from_checkpoint is not None:
             same_run = checkpoint.run_folder_of(start.from_checkpoint) == start.folder.resolve()
@@ -65,35 +66,10 @@ def train(settings: Settings) -> Path:
     return start.folder
 
 
-def dry_run(settings: Settings) -> dict[str, Any]:
-    """Build everything, make a step of the most expensive batches, write no run folder; what it took (main process)."""
-    trainer = Trainer(settings, Engine(settings), None)
-    batches = trainer.stream.costliest_step(settings.training.epochs - 1)  # what has to fit
-    began = time.perf_counter()
-    finite = trainer.step(batches)
-    seconds = time.perf_counter() - began
-    window = trainer.position.window
-    device = trainer.engine.describe()
-    if not trainer.engine.is_main:
-        return {}
-    return {
-        "device": device,
-        "parameters": sum(tensor.numel() for tensor in trainer.skeleton.parameters()),
-        "vocabulary": len(trainer.corpora.vocabulary),
-        "steps_per_epoch": trainer.stream.steps_per_epoch(0),
-        "total_steps": trainer.total_steps,
-        "sentences": sum(batch.n_sentences for batch in batches),
-        "words": sum(batch.n_words for batch in batches),
-        "nll_per_sentence": window.nll / max(1.0, window.sentences) if finite else math.inf,
-        "first_step_seconds": round(seconds, 3),
-        "peak_memory": peak_memory(trainer.engine.device),
-    }
-
-
 class Trainer:
     def __init__(self, settings: Settings, engine: Engine, vocabulary: Vocabulary | None):
         self.settings, self.engine = settings, engine
-        self.corpora = data.load_corpora(settings, vocabulary)
+        self.corpora = engine.together(lambda: data.load_corpora(settings, vocabulary))
         self.stream = data.training_stream(settings, self.corpora.train, rank=engine.rank, world_size=engine.world_size)
         model = self._build_model().to(engine.device)
         self.skeleton = self._build_model().to("meta")  # names, shapes and forward, without memory
@@ -201,8 +177,7 @@ class Trainer:
         """Whether the run came to its own end, and why it ended, in words."""
         settings, position = self.settings, self.position
         self._last_log = time.perf_counter()
-        if position.evaluation_pending:  # the run was stopped between a step and its evaluation
-            self._evaluate(bar)
+        if position.evaluation_pending and self._evaluate(stop, bar):  # the run was stopped before this evaluation
             self._save()
         while position.step < self.total_steps and not self._out_of_patience():
             if self._stop_agreed(stop):
@@ -211,16 +186,17 @@ class Trainer:
                 return False, f"stopped by {stop.received or 'another process'} after step {position.step}"
             epoch, batch_of_epoch = self.stream.epoch, self.stream.state()["batch"]
             if not self._timed_step():
-                bar.message(f"step {position.step}: loss or gradient is not finite, update skipped")
-                self._stop_if_hopeless()
+                if self.engine.is_main:
+                    bar.message(f"step {position.step}: loss or gradient is not finite, update skipped")
+                self.engine.on_main(self._stop_if_hopeless)
             position.evaluation_pending = self._evaluation_is_due(epoch, batch_of_epoch)
             detail = ""
             if position.step % settings.training.log_every == 0 or position.evaluation_pending:
                 detail = self._log_window(epoch)
             bar.advance(1, detail)
             if position.evaluation_pending and not self._stop_agreed(stop):
-                self._evaluate(bar)
-                self._save()
+                if self._evaluate(stop, bar):
+                    self._save()
             elif settings.checkpoint.every_steps and position.step % settings.checkpoint.every_steps == 0:
                 self._save()
         if position.step != self._saved_step:
@@ -280,10 +256,15 @@ class Trainer:
 
     # ---- evaluation, metrics, checkpoints ---------------------------------------------------------------------------
 
-    def _evaluate(self, bar: Progress) -> None:
+    def _evaluate(self, stop: StopSignals, bar: Progress) -> bool:
+        """Whether it came to its end; it stays pending if a process was asked to stop before that."""
         assert self.corpora.valid is not None
         weights = self.learner.whole(self.average.weights if self.average else self.learner.pieces())
-        result = evaluate(self.skeleton, weights, self.corpora.valid, self.settings, self.engine)
+        result = evaluate(
+            self.skeleton, weights, self.corpora.valid, self.settings, self.engine, lambda: stop.received is not None
+        )
+        if result is None:
+            return False
         score = result.score
         nll = score.nll / score.tokens if score.tokens else None
         improved = self.position.take_evaluation(nll, score.impossible)
@@ -292,6 +273,7 @@ class Trainer:
             mark = "  best so far" if improved else ""
             bar.message(f"step {self.position.step}: {result.describe()} ({duration(result.seconds)}){mark}")
         self._last_log = time.perf_counter()
+        return True
 
     def _log_window(self, epoch: int) -> str:
         """Write the sums since the last time; what the progress line shows."""
@@ -371,12 +353,9 @@ class Trainer:
 
     def restore(self, folder: Path, *, same_run: bool) -> None:
         """Continue bit for bit from a checkpoint; a run that starts from another run's has no best of its own yet."""
-        loaded = checkpoint.load(folder, device=self.engine.device, with_optimizer=True)
+        vocabulary, device = self.corpora.vocabulary, self.engine.device
+        loaded = self.engine.together(lambda: load_fitting(folder, self.skeleton, vocabulary, device))
         state = loaded.state
-        if state["vocabulary_hash"] != self.corpora.vocabulary.hash:
-            raise UserError(f"{folder} was trained with another vocabulary than its run's folder vocab/ holds")
-        if mismatch := _mismatch(self.skeleton, loaded.model):
-            raise UserError(f"{folder} does not fit the settings of `model`: {mismatch}")
         assert loaded.optimizer is not None
         self.learner.load(loaded.model, loaded.optimizer)
         self.position = Position.of(state)
@@ -387,20 +366,10 @@ class Trainer:
             # A run that had no average so far starts one from its weights.
             weights = self.learner.pieces_of(loaded.ema or loaded.model)
             self.average.load(weights, self.position.ema_updates)
-        self.stream.restore(state["data"])
+        self.engine.together(lambda: self.stream.restore(state["data"]))
 
     def repair_best(self, run_folder: Path) -> None:
         """A kill between saving the best checkpoint and pointing to it leaves the link behind."""
         for saved in checkpoint.list_checkpoints(run_folder):
             if checkpoint.step_of(saved) == self.position.best_step:
                 checkpoint.point_best(run_folder, saved)
-
-
-def _mismatch(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> str | None:
-    """How the tensors differ from what the model needs, in words."""
-    needed = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    given = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(needed.keys() | given.keys()):
-        if needed.get(name) != given.get(name):
-            return f"{name} is {given.get(name, 'missing')} there, but {needed.get(name, 'unknown')} here"
-    return None

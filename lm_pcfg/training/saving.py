@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: copied to memory of their own, then to disk in a thread, one at a time."""
+"""Checkpoints written beside the training, copied to memory first, then to disk in a thread; and read again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lm_pcfg.corpus.vocabulary import Vocabulary
+from lm_pcfg.errors import UserError
 from lm_pcfg.training import checkpoint
 
 Tensors = dict[str, Tensor]
@@ -67,3 +69,25 @@ def _copied(tensors: Tensors) -> Tensors:
     if any(tensor.device.type == "cuda" for tensor in tensors.values()):
         torch.cuda.synchronize()
     return copies
+
+
+def load_fitting(
+    folder: Path, model: torch.nn.Module, vocabulary: Vocabulary, device: torch.device
+) -> checkpoint.Loaded:
+    """A checkpoint with its optimizer state, refused if it is of another model or another vocabulary."""
+    loaded = checkpoint.load(folder, device=device, with_optimizer=True)
+    if loaded.state["vocabulary_hash"] != vocabulary.hash:
+        raise UserError(f"{folder} was trained with another vocabulary than its run's folder vocab/ holds")
+    if mismatch := _mismatch(model, loaded.model):
+        raise UserError(f"{folder} does not fit the settings of `model`: {mismatch}")
+    return loaded
+
+
+def _mismatch(model: torch.nn.Module, tensors: dict[str, Tensor]) -> str | None:
+    """How the tensors differ from what the model needs, in words."""
+    needed = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    given = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(needed.keys() | given.keys()):
+        if needed.get(name) != given.get(name):
+            return f"{name} is {given.get(name, 'missing')} there, but {needed.get(name, 'unknown')} here"
+    return None

@@ -28,6 +28,16 @@ warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", Fu
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+# What splits weights otherwise than over all processes, or rounds them; and the values that switch it off.
+_UNSUPPORTED: dict[str, Any] = {
+    "mics_shard_size": -1,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+}
+
+
 class ZeroLearner(Learner):
     def __init__(self, model: nn.Module, settings: OptimizerSection, engine: Engine):
         _configure(engine.accelerator.state.deepspeed_plugin.deepspeed_config, settings)
@@ -163,14 +173,21 @@ class ZeroLearner(Learner):
 def _configure(config: dict[str, Any], settings: OptimizerSection) -> None:
     """Set in DeepSpeed's configuration what this loop decides; refuse what it cannot do."""
     zero = config.get("zero_optimization", {})
-    for name in ("fp16", "bf16"):
+    for name in ("fp16", "bf16", "torch_autocast", "amp"):
         if config.get(name, {}).get("enabled") is True:
             raise UserError(f"DeepSpeed's {name} would round the weights; switch it off and use inside.precision")
     for name in ("offload_optimizer", "offload_param"):
         if zero.get(name, {}).get("device", "none") not in ("none", None):
             raise UserError(f"DeepSpeed's {name} is not supported: these models are small; remove it from its settings")
+    for name in ("optimizer", "scheduler"):
+        if name in config:
+            raise UserError(f"DeepSpeed's {name} is set by the settings of this run; remove it there")
+    for name, off in _UNSUPPORTED.items():
+        if zero.get(name, off) not in (off, None):
+            raise UserError(f"DeepSpeed's {name} is not supported; remove it from DeepSpeed's settings")
     if zero.get("stage", 0) not in (1, 2, 3):
         raise UserError("DeepSpeed without ZeRO does what DDP does; launch without it, or with --zero_stage 1, 2 or 3")
+    zero.pop("compute_grad_norm", None)  # the norm tells whether a step may be made
     config["gradient_clipping"] = settings.clip if settings.clip is not None else 0.0
     config["gradient_accumulation_steps"] = 1  # micro-batches meet in the grammar, before the engine sees anything
     config["train_micro_batch_size_per_gpu"] = 1  # batches vary; DeepSpeed uses it for its own prints only

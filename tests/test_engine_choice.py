@@ -1,0 +1,121 @@
+"""What a launcher gave is what was asked for, or the run is refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from lm_pcfg.errors import FailedElsewhere, UserError
+from lm_pcfg.settings_file import load_settings
+from lm_pcfg.training.collectives import Collectives, telling_lost_contact
+from lm_pcfg.training.engine import Engine
+from lm_pcfg.training.run_folder import choose_start
+from lm_pcfg.training.throughput import Throughput
+from lm_pcfg.training.zero import _configure
+from texts import write_config
+
+
+def engine(folder, *overrides: str) -> Engine:
+    return Engine(load_settings(write_config(folder), list(overrides)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "variables", "message"),
+    [
+        (["engine.expect=ddp"], {}, "engine.expect: ddp was asked for, but the launcher gave single"),
+        (["engine.expect=deepspeed"], {}, "engine.expect: deepspeed was asked for, but the launcher gave single"),
+        (["engine.world_size=2"], {}, r"2 processes were asked for, but there is 1; .*--cpu --num_processes 2"),
+        (["engine.zero_stage=2"], {}, "engine.zero_stage: 2 was asked for, but this is one process"),
+        (["engine.backend=nccl"], {}, "engine.backend: nccl needs GPUs"),
+        ([], {"WORLD_SIZE": "2"}, "WORLD_SIZE says that this is one of 2 processes, but LOCAL_RANK does not say which"),
+        ([], {"PMI_SIZE": "4"}, "PMI_SIZE says that this is one of 4 processes"),
+        ([], {"ACCELERATE_USE_DEEPSPEED": "true"}, "no launcher started this process; use accelerate launch"),
+        (["engine.expect=single"], {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "single was asked for, .* gave ddp"),
+        (
+            ["engine.expect=ddp"],
+            {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "ACCELERATE_USE_DEEPSPEED": "true"},
+            "ddp was asked for, but the launcher gave deepspeed",
+        ),
+    ],
+)
+def test_what_was_not_asked_for_is_refused(tmp_path, monkeypatch, overrides, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        engine(tmp_path, *overrides)
+
+
+def test_one_process_says_so(tmp_path):
+    assert (
+        engine(tmp_path, "engine.expect=single", "engine.world_size=1").describe() == "one process, cpu with 1 thread"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}, "bf16 would round the weights"),
+        ({"zero_optimization": {"stage": 0}}, "DeepSpeed without ZeRO"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param is not supported"),
+    ],
+)
+def test_deepspeed_settings_that_would_change_the_result_are_refused(tmp_path, config, message):
+    with pytest.raises(UserError, match=message):
+        _configure(config, load_settings(write_config(tmp_path), []).optimizer)
+
+
+def test_deepspeed_is_told_what_the_loop_decides(tmp_path):
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto", "gradient_accumulation_steps": 4}
+    settings = load_settings(write_config(tmp_path), ["optimizer.clip=null"])
+    _configure(config, settings.optimizer)
+    assert (config["gradient_clipping"], config["gradient_accumulation_steps"]) == (0.0, 1)
+
+
+def test_workers_that_a_launcher_restarts_go_on_with_their_own_run(tmp_path, monkeypatch):
+    from lm_pcfg.training import loop
+
+    settings = load_settings(write_config(tmp_path), ["training.max_steps=2"])
+    first, second = loop.train(settings), loop.train(settings)
+    assert (first.name, second.name) == ("small", "small-2")
+    assert choose_start(settings, print).folder.name == "small-3"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    start = choose_start(settings, print)
+    assert (start.folder, start.from_checkpoint.name) == (second, "step-00000002")
+
+
+class TwoProcesses(Collectives):
+    """The second of two; `said` is what the first one broadcasts."""
+
+    def __init__(self, said, rank: int = 1):
+        super().__init__(rank, 2, None)
+        self.said = said
+
+    def from_main(self, value):
+        return self.said
+
+    def gather(self, value):
+        return [value, self.said]
+
+
+def test_a_failure_of_the_main_process_ends_the_others_quietly():
+    with pytest.raises(FailedElsewhere):
+        TwoProcesses((None, True)).on_main(lambda: 1)
+    assert TwoProcesses((5, False)).on_main(lambda: 1) == 5
+
+
+def test_other_errors_are_not_taken_for_lost_contact():
+    with pytest.raises(RuntimeError, match="a bug"), telling_lost_contact():
+        raise RuntimeError("a bug: Connection reset by peer")  # one process has no others to lose
+
+
+def test_throughput_of_two_processes():
+    """The second computes twice as long; the first waits for it."""
+    own = Throughput(steps=10, words=1000.0, sentences=50.0, data=1.0, communication=4.0, total=10.0)
+    metrics = own.metrics(10.0, TwoProcesses((500.0, 30.0, 0.0, 10.0, 0.0), rank=0))
+    assert metrics["train/words_per_second"] == 150.0
+    assert metrics["train/sentences_per_second"] == 8.0
+    assert metrics["ranks/words_per_second"] == [100.0, 50.0]
+    assert metrics["ranks/compute"] == [0.5, 1.0]
+    assert metrics["ranks/communication"] == [0.4, 0.0]
+    assert metrics["time/data"] == 0.05
+    assert metrics["time/straggler_ratio"] == pytest.approx(10 / 7.5)
+    assert Throughput().metrics(1.0, TwoProcesses(None)) == {}

@@ -1,0 +1,198 @@
+"""Checkpoints written beside the training: it does not wait, one at a time, failures end the run."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm_pcfg.settings_file import load_settings
+from lm_pcfg.training import checkpoint, loop, saving
+from lm_pcfg.training.position import Position
+from processes import launch_command, launched
+from texts import write_config
+
+EVERY_STEP = {"checkpoint": {"every_steps": 1, "keep_last": 99}, "training": {"epochs": 9, "max_steps": 12}}
+
+
+def run(folder: Path, *overrides: str, **changes) -> Path:
+    return loop.train(load_settings(write_config(folder, **changes), list(overrides)))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """The write of step 4 waits for step 7, so steps 5, 6 and 7 cannot have waited for it."""
+    reached, original_save, original_step = threading.Event(), checkpoint.save, loop.Trainer.step
+
+    def slow_save(folder, step, **content):
+        assert step != 4 or reached.wait(60)
+        return original_save(folder, step, **content)
+
+    def step(self, batches):
+        applied = original_step(self, batches)
+        if self.position.step == 7:
+            reached.set()
+        return applied
+
+    monkeypatch.setattr(checkpoint, "save", slow_save)
+    monkeypatch.setattr(loop.Trainer, "step", step)
+    folder = run(tmp_path, "checkpoint.every_steps=4")
+    assert [path.name for path in checkpoint.list_checkpoints(folder)] == ["step-00000012", "step-00000016"]
+    checkpoint.verify(checkpoint.latest(folder))
+
+
+def test_one_write_at_a_time_and_each_of_its_own_step(tmp_path, monkeypatch):
+    writing, most, original = [], [], checkpoint.save
+
+    def save(folder, step, **content):
+        writing.append(step)
+        most.append(len(writing))
+        threading.Event().wait(0.05)  # longer than a step
+        saved = original(folder, step, **content)
+        writing.remove(step)
+        return saved
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    folder = run(tmp_path, **EVERY_STEP)
+    assert max(most) == 1
+    saved = [checkpoint.load(path, with_optimizer=True) for path in checkpoint.list_checkpoints(folder)]
+    assert [loaded.state["step"] for loaded in saved] == list(range(1, 13))
+    for before, after in itertools.pairwise(saved):  # what was copied is the step's, not a later one's
+        assert not torch.equal(before.model["symbols"], after.model["symbols"])
+        assert after.optimizer["step/symbols"] == before.optimizer["step/symbols"] + 1
+
+
+def test_a_failed_write_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
+    steps, original = [], checkpoint.save
+    written = threading.Event()
+
+    def save(folder, step, **content):
+        if step < 3:
+            return original(folder, step, **content)
+        written.set()
+        raise checkpoint.CheckpointError(f"cannot write checkpoint {step}: {os.strerror(errno.EROFS)}")
+
+    original_step = loop.Trainer.step
+
+    def step(self, batches):
+        if self.position.step >= 3:
+            written.wait(60)
+        steps.append(self.position.step)
+        return original_step(self, batches)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(loop.Trainer, "step", step)
+    with pytest.raises(checkpoint.CheckpointError, match="cannot write checkpoint 3: Read-only file system"):
+        run(tmp_path, **EVERY_STEP)
+    assert steps[-1] <= 4
+    assert checkpoint.latest(tmp_path / "runs" / "small").name == "step-00000002"
+
+
+def test_a_write_that_fails_at_the_very_end_is_told(tmp_path, monkeypatch):
+    def save(folder, step, **content):
+        raise checkpoint.CheckpointError("cannot write the last one")
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    with pytest.raises(checkpoint.CheckpointError, match="the last one"):
+        run(tmp_path, "training.max_steps=3", "data.valid=null")
+    assert not (tmp_path / "runs" / "small" / "FINISHED").exists()
+
+
+def test_the_last_and_the_best_are_kept(tmp_path, monkeypatch):
+    values = iter([5.0, 2.0, 4.0, 1.0, 3.0, 6.0, 7.0, 8.0])
+    original = Position.take_evaluation
+    monkeypatch.setattr(Position, "take_evaluation", lambda self, nll, impossible: original(self, next(values), 0))
+    folder = run(
+        tmp_path, "evaluation.every_steps=2", "evaluation.every_epochs=null", "evaluation.patience=null",
+        "checkpoint.keep_best=3", "checkpoint.keep_last=2",
+    )  # fmt: skip
+    kept = [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(folder)]
+    assert kept == [4, 8, 10, 14, 16]  # values 2, 1, 3 and the last two
+    assert (folder / "best").resolve().name == "step-00000008"
+
+
+def test_a_copy_does_not_follow_its_tensor():
+    tensor = torch.zeros(3, 4).T  # not contiguous
+    (copy,) = saving._copied({"name": tensor}).values()
+    tensor.fill_(1)
+    assert copy.shape == (4, 3)
+    assert not copy.any()
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys, file, damage):
+    options = {"ema": {"decay": 0.9}, "evaluation": {"every_epochs": 0.5}}
+    folder = run(tmp_path, **options)
+    newest, before = checkpoint.latest(folder), checkpoint.list_checkpoints(folder)[-2]
+    whole = {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
+    victim = newest / file
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 3] ^= 4
+    if damage == "flip":
+        victim.write_bytes(content)
+    elif damage == "truncate":
+        os.truncate(victim, len(content) // 2)
+    else:
+        victim.unlink()
+    capsys.readouterr()
+    assert run(tmp_path, "resume=auto", **options) == folder
+    said = capsys.readouterr().err
+    assert f"warning: damaged checkpoint passed over: {victim}" in said
+    assert f"continued from step {checkpoint.step_of(before)}" in said
+    checkpoint.verify(newest)  # written anew, with the same bits
+    assert {path.name: path.read_bytes() for path in newest.glob("*.safetensors")} == whole
+
+
+# ---- file systems ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder, mount = tmp_path / "disk", shutil.which("mount")
+    folder.mkdir()
+    options = [mount, "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)]
+    if mount is None or subprocess.run(options, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_ends_a_run_of_two_processes_with_one_line(tmp_path, small_disk):
+    config = write_config(tmp_path, runs_folder=str(small_disk / "runs"), **EVERY_STEP)
+    log = tmp_path / "log"
+    with launched(launch_command(2, "--config", str(config), "training.max_steps=400"), log) as launcher:
+        assert launcher.wait(timeout=120) == 1
+    errors = [line for line in log.read_text().splitlines() if "lm_pcfg: error" in line]
+    assert len(errors) == 1, log.read_text()
+    assert "rank 0: cannot write checkpoint" in errors[0]
+    assert "No space left on device" in errors[0]
+    folder = small_disk / "runs" / "small"
+    saved = checkpoint.list_checkpoints(folder)
+    assert len(saved) >= 2
+    for path in saved:
+        checkpoint.verify(path)
+    assert not list((folder / "checkpoints").glob(".*"))
+    assert not (folder / "FINISHED").exists()
+    for path in saved[:-1]:  # somebody makes room; the same command goes on
+        shutil.rmtree(path)
+    resumed = ["resume=auto", "checkpoint.every_steps=null", "training.max_steps=30"]
+    again = loop.train(load_settings(config, resumed))
+    assert (again / "FINISHED").exists()
+
+
+def test_a_read_only_file_system(tmp_path, small_disk, capsys):
+    folder = run(tmp_path, "training.max_steps=2", runs_folder=str(small_disk / "runs"))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for overrides in (["resume=auto", "training.max_steps=4"], ["name=new"]):
+        with pytest.raises(loop.UserError, match=r"cannot write to .*: Read-only file system; set runs_folder"):
+            run(tmp_path, *overrides, runs_folder=str(small_disk / "runs"))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
