@@ -88,6 +88,7 @@ class Cluster:
         self.configuration.write_text(
             CONFIGURATION.format(root=folder, controller=NODES[-1], nodes="\n".join(nodes)), encoding="utf-8"
         )
+        (folder / "gres.conf").write_text("".join(f"Name=gpu File=/dev/{name}\n" for name in ("zero", "full")))
         self.host = Host(NODES[-1], folder, hosts=f"127.0.0.1 {' '.join(NODES)}\n")
         try:
             run, log = folder / "run", folder / "log"
@@ -98,7 +99,7 @@ class Cluster:
             self.command("slurmctld", "-c")
             for name in NODES:
                 self.command("unshare", "--uts", "sh", "-c", f"hostname {name} && exec slurmd -N {name}")
-            self.wait_for(lambda: set(self.node_states().values()) == {"idle"}, 60, "the nodes to be idle")
+            self.wait_for(lambda: set(self.node_states().values()) == {"idle"}, 20, "the nodes to be idle")
         except BaseException:
             self.host.stop()
             raise

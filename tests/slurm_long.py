@@ -34,12 +34,14 @@ def early_warning(job: Job) -> None:
 
 
 def terminate_steps(job: Job) -> None:
-    job.cluster.command("scancel", "--signal=TERM", job.id, check=False)  # there may be no step at the moment
+    job.cluster.wait_for(lambda: bool(job.processes()), 60, "a step")
+    job.cluster.command("scancel", "--signal=TERM", job.id)
 
 
 def kill_a_worker(job: Job) -> None:
-    if workers := job.cluster.host.processes(rf"python\S* \S+/train.py .*name={job.run.name} "):
-        os.kill(random.choice(workers), signal.SIGKILL)
+    pattern = rf"python\S* (-u )?\S+/train.py .*name={job.run.name} "
+    job.cluster.wait_for(lambda: bool(job.cluster.host.processes(pattern)), 60, "a worker")
+    os.kill(random.choice(job.cluster.host.processes(pattern)), signal.SIGKILL)
 
 
 INTERRUPTIONS: list[Callable[[Job], None]] = [requeue, early_warning, terminate_steps, kill_a_worker]
@@ -49,7 +51,7 @@ def interrupted(job: Job, times: int) -> list[str]:
     """What was done to it, and when: one time in three while it starts, else after a new checkpoint."""
     done: list[str] = []
     while len(done) < times:
-        job.cluster.wait_for_state(job.id, "RUNNING")
+        job.cluster.wait_for_state(job.id, "RUNNING", *slurm_cluster.ENDED)
         before, saved = job.restarts(), newest_checkpoint(job)
         if random.random() < 1 / 3:
             time.sleep(random.uniform(0, 10))

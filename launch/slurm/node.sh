@@ -41,7 +41,7 @@ configuration=nodes # one of ours in any case: else Accelerate takes what `accel
 if [ "$processes" = 1 ] && [ "$ENGINE" = ddp ]; then
   configuration=one_gpu
 fi
-launch=(accelerate launch --config_file "$repository/launch/accelerate/$configuration.yaml" --mixed_precision no --dynamo_backend no)
+launch=(accelerate launch --quiet --config_file "$repository/launch/accelerate/$configuration.yaml" --mixed_precision no --dynamo_backend no)
 launch+=(--num_processes "$processes" --num_machines "$nodes" --machine_rank "$SLURM_NODEID")
 launch+=(--main_process_ip "$MAIN_ADDRESS" --main_process_port "$MAIN_PORT")
 launch+=(--rdzv_backend static --tee 3 --log_dir "$LOGS/node-$SLURM_NODEID")

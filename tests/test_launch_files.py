@@ -1,0 +1,56 @@
+"""The files of launch/: readable by those they are for, without contradiction, and all told of in its README."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+
+LAUNCH = Path(__file__).resolve().parents[1] / "launch"
+README = (LAUNCH / "README.md").read_text(encoding="utf-8")
+SCRIPTS = sorted((LAUNCH / "slurm").glob("*.sbatch"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "machines", "processes"),
+    [
+        ("cpu", "MULTI_GPU", 1, 2),
+        ("one_gpu", "NO", 1, 1),
+        ("one_node", "MULTI_GPU", 1, 8),
+        ("nodes", "MULTI_GPU", 2, 16),
+    ],
+)
+def test_accelerate_reads_its_configurations(name, kind, machines, processes):
+    config = load_config_from_file(str(LAUNCH / "accelerate" / f"{name}.yaml"))
+    assert (config.distributed_type, config.num_machines, config.num_processes) == (kind, machines, processes)
+    assert config.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_configurations_have_their_stage(stage):
+    config = json.loads((LAUNCH / "deepspeed" / f"zero{stage}.json").read_text())
+    assert config["zero_optimization"]["stage"] == stage
+    assert config["gradient_accumulation_steps"] == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_is_requeued_warned_and_keeps_its_log(script):
+    text = script.read_text()
+    for directive in ("--requeue", "--signal=B:USR1@120", "--open-mode=append", "--ntasks-per-node=1"):
+        assert f"#SBATCH {directive}\n" in text
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+
+
+def test_the_readme_tells_of_every_file_and_of_every_variable():
+    for file in [*LAUNCH.glob("accelerate/*.yaml"), *SCRIPTS]:
+        assert f"launch/{file.parent.name}/{file.name}" in README
+    read = {
+        name for file in (LAUNCH / "slurm").iterdir() for name in re.findall(r"\$\{([A-Z_]+):[-=]", file.read_text())
+    }
+    own = {name for name in read if not name.startswith("SLURM")}
+    assert own >= {"CONFIG", "OVERRIDES", "VENV", "ZERO", "MAIN_PORT"}
+    assert all(f"`{name}`" in README for name in own), own
