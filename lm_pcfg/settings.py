@@ -264,6 +264,7 @@ class CheckpointSection(Section):
 class TrackingSection(Section):
     mlflow: Switch = setting(True, "log to MLflow besides metrics.jsonl")
     experiment: str = setting("lm_pcfg", "MLflow's experiment", min_length=1)
+    wait_seconds: float = setting(20.0, "how long the end of a run waits for a slow MLflow server", ge=0)
 
 
 class EngineSection(Section):

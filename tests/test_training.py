@@ -397,7 +397,7 @@ def tracked(folder: Path):
 def test_statuses_and_one_mlflow_run_over_a_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/tracking.db")
     monkeypatch.chdir(tmp_path)
-    on = {"tracking": {"mlflow": True}}
+    on = {"tracking": {"mlflow": True, "wait_seconds": 120.0}}  # a busy machine must not make this test fail
     with monkeypatch.context() as patch:
         stop_after(patch, 3, signal.SIGINT)
         folder = run(tmp_path, **on)

@@ -184,7 +184,7 @@ class Trainer:
             raise
         finally:
             self.metrics.close()
-            self.tracker.finish(status)
+            self.tracker.finish(status, self.settings.tracking.wait_seconds)
 
     def _loop(self, stop: StopSignals, bar: Progress) -> tuple[bool, str]:
         """Whether the run came to its own end, and why it ended, in words."""
