@@ -184,3 +184,23 @@ def test_range_beyond_fp64_is_computed_in_log_space():
     assert truth.item() < -800
     assert statistics.recomputed_in_log_space == 1
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_a_sum_that_underflows_before_its_division_is_noticed():
+    """A CPU that flushes numbers below 1e-38 to zero, as training has it: 7 decades less than this test's others."""
+    torch.set_flush_denormal(True)  # the fixture in conftest.py sets it back
+    generator = torch.Generator().manual_seed(30)
+    for batch in range(6):
+        rules = Rules(
+            *(torch.where(t < 1.2e-38, 0.0, t.float()) for t in random_rules(16, 32, spread=30.0, seed=batch))
+        )
+        lengths = torch.randint(1, 11, (50,), generator=generator).tolist()
+        words = torch.randn(sum(lengths), 32, generator=generator, dtype=torch.float64) * 30.0
+        emissions = words.log_softmax(-1).float()
+        ours = flash_inside.inside(rules, emissions, lengths, "fp32", "torch").double()
+        wide = Rules(*(t.double() for t in rules))
+        truth = flash_inside.inside(wide, emissions.double(), lengths, "fp64", "reference")
+        assert torch.equal(ours.isinf(), truth.isinf())
+        possible = ~truth.isinf()
+        allowed = 1e-6 * torch.maximum(truth.abs(), torch.tensor(lengths, dtype=torch.float64))
+        assert ((ours - truth).abs() <= allowed)[possible].all()

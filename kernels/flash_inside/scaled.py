@@ -114,6 +114,7 @@ class _Chart:
         self.eta_zeta = torch.empty(rows, 2, self.n, dtype=precision.storage, device=device)  # eta~, zeta~
         self.largest = torch.empty(rows, 2, 1, dtype=precision.compute, device=device)  # mL, mR
         self.beta = torch.empty(rows - layout.words, self.n, dtype=precision.storage, device=device)  # widths > 1
+        self.divisor = torch.ones(rows, dtype=precision.compute, device=device)  # of beta
         self.scale = torch.empty(rows, dtype=torch.float64, device=device)  # t
         self.child_scale = torch.empty(rows, 2, dtype=torch.float64, device=device)  # tL, tR
 
@@ -155,6 +156,7 @@ class _Chart:
             # Divided by its maximum, the symbol that dominates a row is 1 and has no rounding error in bf16.
             divisor = beta.amax(1, keepdim=True)
             divisor = torch.where(divisor > 0, divisor, 1.0)
+            self.divisor[rows] = divisor.squeeze(1)
             self.scale[rows] = (largest + divisor.double().log()).squeeze(1)
             self.beta[rows.start - self.layout.words : rows.stop - self.layout.words] = beta / divisor
 
@@ -229,7 +231,10 @@ def _derivatives(chart: _Chart, top_rows: Tensor, top_sums: Tensor) -> _Derivati
                 top_rows[longer:ending] - here.start,
                 (per_sentence[longer:ending, None] * weights.root[:n]).to(compute),
             )
-        largest[here] = torch.maximum(largest[here], d_beta.abs().amax(1))
+        # Of beta~, and of beta before its division: there too something may be lost.
+        largest_here = d_beta.abs().amax(1)
+        largest_here = torch.maximum(largest_here, largest_here / chart.divisor[here])
+        largest[here] = torch.maximum(largest[here], largest_here)
         posterior[here] = (chart.beta_rows(width).to(compute) * d_beta).sum(1)
         for block, left, right, log_scale in chart.splits(width):
             coefficient = (log_scale - chart.scale[block, None]).exp().to(compute)  # [r, k]
