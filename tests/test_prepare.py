@@ -161,9 +161,8 @@ def test_a_killed_prepare_goes_on_where_it_was(tmp_path):
         assert time.monotonic() < deadline
         assert process.poll() is None, "it was quicker than the test"
         time.sleep(0.005)
-    workers = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
-    ).stdout.split()
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert workers
     process.kill()
     process.wait()
     assert not (tmp_path / "out/manifest.json").exists()

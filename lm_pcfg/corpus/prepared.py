@@ -164,7 +164,6 @@ class PreparedCorpus(ShardedCorpus):
         self.name = str(folder)
         self.damage = Damage()
         self.fingerprint = fingerprint_of([entry.sha256 for entry in manifest.shards])
-        self.vocabulary_hash: str = manifest.content["vocabulary"]["sha256"]
         self._files = [folder / SHARDS / entry.file for entry in manifest.shards]
         chunks = []
         for number, entry in enumerate(manifest.shards):

@@ -175,7 +175,7 @@ def _streamed(
     for number, (names, weight) in enumerate(weighted):
         if prepared[number]:
             corpus = PreparedCorpus(Path(names[0]), data.block_lines)
-            _check_vocabulary(names[0], corpus.vocabulary_hash, vocabulary)
+            _check_vocabulary(names[0], vocabulary)
             corpus.check_sizes(data.on_error)
             sources.append(Source(corpus, weight))
         else:
@@ -206,7 +206,7 @@ def _vocabulary_of_shards(
         raise UserError(f"{', '.join(name for names, _ in weighted for name in names)}: {error}") from None
 
 
-def _check_vocabulary(name: str, own_hash: str, vocabulary: AnyVocabulary) -> None:
+def _check_vocabulary(name: str, vocabulary: AnyVocabulary) -> None:
     """A prepared corpus was made without <eos>, which a model may add."""
     made_with = vocabulary_of(read_manifest(Path(name)))
     if vocabulary.end_id is not None:
@@ -228,7 +228,7 @@ def _validation_text(settings: Settings, vocabulary: AnyVocabulary) -> Sentences
     limits = Limits(settings.evaluation.max_length, fewest_symbols(settings))
     if is_prepared(data.valid):
         corpus = PreparedCorpus(Path(data.valid))
-        _check_vocabulary(data.valid, corpus.vocabulary_hash, vocabulary)
+        _check_vocabulary(data.valid, vocabulary)
         valid = in_memory(corpus, vocabulary, limits)
     elif is_streamed(data.model_copy(update={"train": data.valid, "streaming": "auto"})):
         options = RawOptions(data.field, data.block_lines)  # fail: a score is of the whole text
