@@ -166,12 +166,7 @@ class Trainer:
         self.tracker = self._start_tracking()
         status: Status = "FAILED"
         try:
-            if self.engine.is_main:
-                with folder.writing():
-                    self.metrics.truncate_after(self.position.step)
-                say(data.describe("train", self.corpora.train))
-                if self.corpora.valid is not None:
-                    say(data.describe("valid", self.corpora.valid))
+            self.engine.on_main(self._begin)
             with progress("step", self.total_steps, done=self.position.step, show=self.engine.is_main) as bar:
                 finished, reason = self._loop(stop, bar)
             self.engine.on_main(self.saver.wait)
@@ -185,6 +180,13 @@ class Trainer:
         finally:
             self.metrics.close()
             self.tracker.finish(status, self.settings.tracking.wait_seconds)
+
+    def _begin(self) -> None:
+        with self.folder.writing():
+            self.metrics.truncate_after(self.position.step)
+        say(data.describe("train", self.corpora.train))
+        if self.corpora.valid is not None:
+            say(data.describe("valid", self.corpora.valid))
 
     def _loop(self, stop: StopSignals, bar: Progress) -> tuple[bool, str]:
         """Whether the run came to its own end, and why it ended, in words."""
@@ -234,6 +236,7 @@ class Trainer:
     def _stop_if_hopeless(self) -> None:
         in_a_row = self.position.skipped_in_a_row
         if in_a_row >= self.settings.optimizer.max_skipped_in_a_row:
+            self.saver.wait()  # for the checkpoint that is named here
             raise TrainingStopped(
                 f"{in_a_row} updates in a row were not finite, training stops; last checkpoint before them: "
                 f"{checkpoint.latest(self.folder.path) or 'none'}; try a lower learning rate or a longer warm-up"
