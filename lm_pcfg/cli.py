@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -241,6 +242,9 @@ def _print_table(report: dict[str, Any], out: Any = None) -> None:
         print(f"{name:<{width}}  {shown}", file=out or sys.stdout)
 
 
+# A process that exits has all others ended by the launcher: it leaves the one with the error this many seconds.
+_TIME_TO_SPEAK = 5.0
+
 # What Typer raises for wrong usage: a class of click, or of the copy of it that newer Typers carry.
 _WrongUsage: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
@@ -254,6 +258,7 @@ def main() -> None:
         error.show()
         status = error.exit_code
     except FailedElsewhere:
+        time.sleep(_TIME_TO_SPEAK)
         status = 1
     except UserError as error:
         status = _fail(str(error), error)
@@ -291,9 +296,11 @@ def _fail(message: str, error: Exception | None = None) -> int:
     """Of several processes each says which it is; torchrun shows the first error in its summary, if it is told."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     if several and not _have_met() and os.environ.get("LOCAL_RANK", "0") != "0":
-        return 1  # what is wrong before they meet is wrong with all processes of this host: one says so
+        # What is wrong before they meet is wrong with all processes of this host: the first of them says so, and the
+        # launcher ends the others. If it does not come to that, they speak, too.
+        time.sleep(_TIME_TO_SPEAK)
     say(f"lm_pcfg: error: {'rank ' + os.environ.get('RANK', '?') + ': ' if several else ''}{message}")
-    if error is not None and "TORCHELASTIC_ERROR_FILE" in os.environ:
+    if error is not None and "TORCHELASTIC_ERROR_FILE" in os.environ and "torch" in sys.modules:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)

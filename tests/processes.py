@@ -31,7 +31,7 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | own | changes
 
 
-def run_ranks(world_size: int, command: list[str], timeout: float = 240.0) -> list[str]:
+def run_ranks(world_size: int, command: list[str], timeout: float = 600.0) -> list[str]:
     """Run `python command...` on every rank to its end; what each wrote. All have to succeed."""
     port = str(free_port())
     ranks = []

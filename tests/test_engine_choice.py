@@ -74,12 +74,16 @@ def test_workers_that_a_launcher_restarts_go_on_with_their_own_run(tmp_path, mon
     from lm_pcfg.training import loop
 
     settings = load_settings(write_config(tmp_path), ["training.max_steps=2"])
-    first, second = loop.train(settings), loop.train(settings)
-    assert (first.name, second.name) == ("small", "small-2")
-    assert choose_start(settings, print).folder.name == "small-3"
+    first, second, third = (loop.train(settings) for _ in range(3))
+    assert [first.name, second.name, third.name] == ["small", "small-2", "small-3"]
+    assert choose_start(settings, print).folder.name == "small-4"
+    for other in (first, third):  # of other launchers
+        (other / ".lock").write_text("elsewhere 1 2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     start = choose_start(settings, print)
     assert (start.folder, start.from_checkpoint.name) == (second, "step-00000002")
+    again = load_settings(tmp_path / "small.yaml", ["resume=auto"])
+    assert choose_start(again, print).folder == first  # `auto` names the run itself
 
 
 class TwoProcesses(Collectives):

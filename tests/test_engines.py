@@ -22,7 +22,7 @@ def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("engines")
     write_config(
         folder,
-        model={"state_dropout": 0.25},
+        model={"state_dropout": 0.25, "dimension": 7},  # sizes that 2 and 4 do not divide: ZeRO 3 pads
         batch={"sentences": 4},
         ema={"decay": 0.9},
         inside={"precision": "fp64"},
@@ -34,7 +34,7 @@ def trained(tmp_path_factory) -> Path:
     run_ranks(1, [SCENARIO, str(folder), "single"])
     run_ranks(4, [SCENARIO, str(folder), "ddp", *ZERO])
     run_ranks(2, [SCENARIO, str(folder), "ddp", *ZERO])
-    run_ranks(3, [SCENARIO, str(folder), "ddp", "zero3"])
+    run_ranks(3, [SCENARIO, str(folder), "ddp"])
     return folder
 
 
@@ -57,12 +57,11 @@ def test_thirty_steps_are_the_same_under_every_engine(trained, run):
         assert distance(last(trained, "single-1", file), last(trained, run, file)) < 1e-5
 
 
-@pytest.mark.parametrize("run", ["ddp-3-again", "zero3-3-again"])
-def test_a_world_size_that_divides_nothing_resumes_too(trained, run):
-    assert (trained / "runs" / run / "FINISHED").exists()
+def test_a_world_size_that_divides_nothing_resumes_too(trained):
+    assert (trained / "runs" / "ddp-3-again" / "FINISHED").exists()
 
 
 def test_an_evaluation_does_not_depend_on_the_processes_by_a_bit(trained):
     results = {file.read_text() for file in trained.glob("evaluated-*.json")}
-    assert len(list(trained.glob("evaluated-*.json"))) == 11
+    assert len(list(trained.glob("evaluated-*.json"))) == 10
     assert len(results) == 1

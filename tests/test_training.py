@@ -76,6 +76,38 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path, monkeypatch, steps):
     assert metrics_without_times(whole) == metrics_without_times(again)
 
 
+@pytest.mark.parametrize("which", [1, 6])  # the second and the last of its evaluations
+def test_a_signal_in_an_evaluation_ends_it_at_once(tmp_path, monkeypatch, which):
+    """The run is saved with the evaluation still to do, and ends as if nobody had disturbed it."""
+    options = {**EVERYTHING_ON, "evaluation": {"every_epochs": 0.5, "batch_cost": 30}}  # several batches
+    whole = run(tmp_path, name="whole", **options)
+    original, calls, batches = evaluation.sentence_log_probabilities, [], []
+
+    def disturbed(grammar, sentences, **how):
+        calls.append(None)
+        check = how["on_batch"]
+
+        def on_batch(lines):
+            batches.append(lines)
+            if len(calls) == which and len(batches) % 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            check(lines)
+
+        batches.clear()
+        return original(grammar, sentences, **{**how, "on_batch": on_batch})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "sentence_log_probabilities", disturbed)
+        stopped = run(tmp_path, name="stopped", **options)
+    assert len(calls) == which
+    assert sum(batches) < 12  # not all lines
+    assert not (stopped / "FINISHED").exists()
+    assert checkpoint.verify(checkpoint.latest(stopped))["evaluation_pending"]
+    again = run(tmp_path, "resume=auto", name="stopped", **options)
+    assert (again / "FINISHED").exists()
+    assert metrics_without_times(whole) == metrics_without_times(again)
+
+
 def test_resume_from_a_path_starts_a_run_of_its_own_and_leaves_the_other_alone(tmp_path):
     first = run(tmp_path, checkpoint={"keep_last": 9}, evaluation={"every_epochs": 0.5})
     early = checkpoint.list_checkpoints(first)[0]

@@ -18,7 +18,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.boundary import backward_through
 from lm_pcfg.grammar.build import build_model
 from lm_pcfg.grammar.likelihood import perplexity
-from lm_pcfg.grammar.state_dropout import draw_kept
+from lm_pcfg.grammar.state_dropout import Kept, draw_kept
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.training import checkpoint, data
@@ -98,10 +98,7 @@ class Trainer:
         sentences, words = self.engine.sums(own)  # of all ranks
         count = words + sentences if by_tokens else sentences
 
-        model = settings.model
-        dropout = state_dropout_rate(model, position.step, self.total_steps)
-        kept = draw_kept(model.nonterminals, model.preterminals, dropout, seed=settings.seed, step=position.step)
-        grammar = self.learner.model(kept)
+        grammar = self.learner.model(self._kept_symbols())
         leaves = grammar.detached()
         nll = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         statistics = Statistics()
@@ -128,6 +125,22 @@ class Trainer:
         self.throughput.communication += self.learner.reduction.take()
         return update.applied
 
+    def _kept_symbols(self) -> Kept | None:
+        model, step = self.settings.model, self.position.step
+        dropout = state_dropout_rate(model, step, self.total_steps)
+        return draw_kept(model.nonterminals, model.preterminals, dropout, seed=self.settings.seed, step=step)
+
+    def _settle_buckets(self) -> None:
+        """DDP orders its buckets anew after the first backward pass, and from three ranks on sums depend on the order.
+
+        A pass without effect comes first, so that a resumed run sums as an undisturbed one does: bit for bit.
+        """
+        if self.engine.is_deepspeed or self.engine.world_size == 1:
+            return
+        grammar = self.learner.model(self._kept_symbols())
+        self.engine.accelerator.backward(backward_through(grammar, grammar.detached()))  # of gradients that are all 0
+        self.learner.optimizer.zero_grad()
+
     def _count(self, update: Update, sentences: float, words: float) -> None:
         position, window = self.position, self.position.window
         position.step += 1
@@ -153,12 +166,8 @@ class Trainer:
         self.tracker = self._start_tracking()
         status: Status = "FAILED"
         try:
-            if self.engine.is_main:
-                with folder.writing():
-                    self.metrics.truncate_after(self.position.step)
-                say(data.describe("train", self.corpora.train))
-                if self.corpora.valid is not None:
-                    say(data.describe("valid", self.corpora.valid))
+            self.engine.on_main(self._begin)
+            self._settle_buckets()
             with progress("step", self.total_steps, done=self.position.step, show=self.engine.is_main) as bar:
                 finished, reason = self._loop(stop, bar)
             self.engine.on_main(self.saver.wait)
@@ -172,6 +181,13 @@ class Trainer:
         finally:
             self.metrics.close()
             self.tracker.finish(status)
+
+    def _begin(self) -> None:
+        with self.folder.writing():
+            self.metrics.truncate_after(self.position.step)
+        say(data.describe("train", self.corpora.train))
+        if self.corpora.valid is not None:
+            say(data.describe("valid", self.corpora.valid))
 
     def _loop(self, stop: StopSignals, bar: Progress) -> tuple[bool, str]:
         """Whether the run came to its own end, and why it ended, in words."""
@@ -221,6 +237,7 @@ class Trainer:
     def _stop_if_hopeless(self) -> None:
         in_a_row = self.position.skipped_in_a_row
         if in_a_row >= self.settings.optimizer.max_skipped_in_a_row:
+            self.saver.wait()  # for the checkpoint that is named here
             raise TrainingStopped(
                 f"{in_a_row} updates in a row were not finite, training stops; last checkpoint before them: "
                 f"{checkpoint.latest(self.folder.path) or 'none'}; try a lower learning rate or a longer warm-up"

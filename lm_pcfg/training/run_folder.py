@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count, takewhile
 from pathlib import Path
 from typing import IO
 
@@ -32,11 +33,11 @@ def choose_start(settings: Settings, warn: Callable[[str], None]) -> Start:
     if it is the newest there, else as a new run.
     """
     folder = Path(settings.runs_folder) / settings.name
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+    if settings.resume != "auto" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         # A launcher that restarts its workers gives them the arguments they began with: they go on where they were.
-        own = _newest(folder)
-        if (saved := checkpoint.find_resumable(own, warn)) is not None:
-            return Start(own, saved)
+        for own in takewhile(_is_run, _series(folder)):
+            if _launched_by(own) == _launcher():
+                return Start(own, checkpoint.find_resumable(own, warn))
     if settings.resume == "auto":
         return Start(folder, checkpoint.find_resumable(folder, warn))
     if settings.resume is False:
@@ -57,13 +58,23 @@ def _unused(folder: Path) -> Path:
     return next(name for name in _series(folder) if not _is_run(name))
 
 
-def _newest(folder: Path) -> Path:
-    """The run of this name that began last: the last of folder, folder-2, folder-3 ... that is there."""
-    return next(before for before, name in pairwise(_series(folder)) if not _is_run(name))
-
-
 def _series(folder: Path) -> Iterator[Path]:
     return (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
+
+
+def _launcher() -> str:
+    """The process that started this one: its host, number and age, so that no other is ever taken for it."""
+    parent = os.getppid()
+    try:
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:  # no Linux: without its age
+        started = ""
+    return f"{socket.gethostname()} {parent} {started}".strip()
+
+
+def _launched_by(folder: Path) -> str:
+    lock = folder / ".lock"
+    return lock.read_text() if lock.exists() else ""
 
 
 def _is_run(folder: Path) -> bool:
@@ -81,8 +92,11 @@ class RunFolder:
         """Keep a second training out of the folder, for as long as this process lives."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
+            self._lock = (self.path / ".lock").open("a")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock.truncate(0)
+            self._lock.write(_launcher())
+            self._lock.flush()
         except BlockingIOError:
             raise UserError(f"{self.path} is in use by another training; give this one another name=...") from None
         except OSError as error:

@@ -64,8 +64,8 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A worker that has saved and leaves must not be killed by what the launcher sends after it: it exits 0.
-        leaving = error is None and self._launcher is not None
+        # A worker leaves now, with its own status and its own last words, whatever the launcher sends after it.
+        leaving = self._launcher is not None
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if leaving else handler)
 

@@ -116,10 +116,13 @@ class ZeroLearner(Learner):
 
     def load(self, weights: Tensors, optimizer: Tensors) -> None:
         self._load_weights(weights)
-        steps = {optimizer[f"step/{name}"].item() for name in self.parameters}
-        if len(steps) != 1:
+        steps = {tensor.item() for name, tensor in optimizer.items() if name.startswith("step/")}
+        if len(steps) > 1:
             raise CheckpointError("its parameters had different numbers of updates, which DeepSpeed cannot continue")
-        step = steps.pop()
+        step = steps.pop() if steps else 0.0
+        keys = ("step", *_MOMENTS) if step else ("step",)
+        if odd := optimizer.keys() ^ {f"{key}/{name}" for name in self.parameters for key in keys}:
+            raise CheckpointError(f"optimizer state {min(odd)} is missing in the checkpoint or belongs to no parameter")
         if not step:
             return
         for flat in self._flat_tensors():
