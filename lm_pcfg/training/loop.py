@@ -16,7 +16,7 @@ from lm_pcfg.console import Progress, duration, progress, say, warn
 from lm_pcfg.corpus.batches import Batch
 from lm_pcfg.corpus.vocabularies import AnyVocabulary
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.boundary import backward_through
+from lm_pcfg.grammar.boundary import Grammar, backward_through
 from lm_pcfg.grammar.build import build_model
 from lm_pcfg.grammar.feature_dropout import FeatureDropout
 from lm_pcfg.grammar.likelihood import perplexity
@@ -107,16 +107,12 @@ class Trainer:
             self._count(Update(True, 0.0, 0.0, 0.0), 0.0, 0.0)
             return True
 
-        model = settings.model
-        rate = state_dropout_rate(model, position.step, self.total_steps)
-        kept = draw_kept(model.nonterminals, model.preterminals, rate, seed=settings.seed, step=position.step)
-        dropout = FeatureDropout(model.embedding_dropout, model.feature_dropout, settings.seed, position.step)
         factor = learning_rate_factor(settings.optimizer.schedule, position.step, self.total_steps)
         self.learning_rate = settings.optimizer.learning_rate * factor
         nll = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         statistics = Statistics()
         with product_precision(self.computation.precision):
-            grammar = self.learner.model(kept, self.computation._replace(dropout=dropout))
+            grammar = self._grammar()
             leaves = grammar.detached()
             for batch in batches:
                 if batch.n_sentences:
@@ -140,6 +136,25 @@ class Trainer:
         self.throughput.words += own[1]
         self.throughput.communication += self.learner.reduction.take()
         return update.applied
+
+    def _grammar(self) -> Grammar:
+        """Of this step, with its dropout; all processes take part."""
+        model, seed, step = self.settings.model, self.settings.seed, self.position.step
+        rate = state_dropout_rate(model, step, self.total_steps)
+        kept = draw_kept(model.nonterminals, model.preterminals, rate, seed=seed, step=step)
+        dropout = FeatureDropout(model.embedding_dropout, model.feature_dropout, seed, step)
+        return self.learner.model(kept, self.computation._replace(dropout=dropout))
+
+    def _settle_buckets(self) -> None:
+        """DDP orders its buckets anew after the first backward pass, and from three ranks on sums depend on the order.
+
+        A pass without effect comes first, so that a resumed run sums as an undisturbed one does: bit for bit.
+        """
+        if self.engine.is_deepspeed or self.engine.world_size == 1:
+            return
+        grammar = self._grammar()
+        self.engine.accelerator.backward(backward_through(grammar, grammar.detached()))  # of gradients that are all 0
+        self.learner.optimizer.zero_grad()
 
     def _count(self, update: Update, sentences: float, words: float) -> None:
         position, window = self.position, self.position.window
@@ -167,6 +182,7 @@ class Trainer:
         status: Status = "FAILED"
         try:
             self.engine.on_main(self._begin)
+            self._settle_buckets()
             with progress("step", self.total_steps, done=self.position.step, show=self.engine.is_main) as bar:
                 finished, reason = self._loop(stop, bar)
             self.engine.on_main(self.saver.wait)
