@@ -103,12 +103,12 @@ class Trainer:
         own = [float(sum(batch.n_sentences for batch in batches)), float(sum(batch.n_words for batch in batches))]
         sentences, words = self.engine.sums(own)  # of all ranks
         count = words + sentences if by_tokens else sentences
+        factor = learning_rate_factor(settings.optimizer.schedule, position.step, self.total_steps)
+        self.learning_rate = settings.optimizer.learning_rate * factor
         if not sentences:  # every rank's shard was lost: nothing to learn from, on any rank
             self._count(Update(True, 0.0, 0.0, 0.0), 0.0, 0.0)
             return True
 
-        factor = learning_rate_factor(settings.optimizer.schedule, position.step, self.total_steps)
-        self.learning_rate = settings.optimizer.learning_rate * factor
         nll = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         statistics = Statistics()
         with product_precision(self.computation.precision):
