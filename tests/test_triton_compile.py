@@ -63,7 +63,7 @@ def launches():
     """{(kernel, specialisation)} of forward and backward passes in every precision."""
     from triton.runtime.jit import JITFunction
 
-    from flash_inside import triton_backend, triton_kernels
+    from flash_inside import triton_backend, triton_chart, triton_kernels
     from flash_inside.softmax import triton_rows
 
     if not isinstance(triton_kernels.row_of, JITFunction):
@@ -75,6 +75,7 @@ def launches():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", note)
+        patch.setattr(triton_chart, "USE_BANDS", True)
         for n, p, precision in SIZES:
             for root in ("all", "nonterminals"):
                 rules_type = torch.bfloat16 if precision == "bf16" else torch.float32
