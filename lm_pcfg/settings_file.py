@@ -181,7 +181,10 @@ def _first_problem(error: PydanticError, values: dict[str, Any], path: Path, ove
     kind: type[Section] | None = Settings
     field: FieldInfo | None = None
     value: Any = values
-    for key in keys:
+    for depth, key in enumerate(keys):
+        if not isinstance(value, dict):  # of a choice of types (a number or a word): which of them, not a key
+            dotted = ".".join(keys[:depth])
+            break
         field = kind.model_fields[key] if kind else None
         kind = _section_of(field) if field else None
         value = value.get(key)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training import loop
+from lm_pcfg.training.dry_run import dry_run
 from texts import write_text
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -21,7 +21,7 @@ SMALL = ["model.nonterminals=4", "model.preterminals=6", "model.dimension=8", "d
 def test_a_recipe_makes_a_step(path, tmp_path):
     text = str(write_text(tmp_path / "text", 40))
     settings = load_settings(path, [*SMALL, f"data.train={text}", f"data.valid={text}"])
-    report = loop.dry_run(settings)
+    report = dry_run(settings)
     assert report["total_steps"] > 0
     assert math.isfinite(report["nll_per_sentence"])
 

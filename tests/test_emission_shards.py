@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 
 import flash_inside
 from flash_inside import Rules
+from flash_inside.softmax import rows
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.boundary import backward_through
 from lm_pcfg.grammar.computation import Computation
@@ -19,7 +20,7 @@ from lm_pcfg.grammar.emission_shards import EmissionShards
 from lm_pcfg.grammar.feature_dropout import FeatureDropout
 from lm_pcfg.grammar.simple_pcfg import SimplePCFG
 from lm_pcfg.grammar.state_dropout import Kept, draw_kept
-from lm_pcfg.training.computation import shard_count
+from lm_pcfg.training.engine import shard_count
 
 N, P, V = 5, 37, 101
 SENTENCES = [np.random.default_rng(number).integers(0, V, size) for number, size in enumerate((4, 1, 7, 2, 5, 3, 3))]
@@ -85,14 +86,32 @@ def sharded_loss(model: SimplePCFG, kept: Kept | None, how: Computation, batches
     return total
 
 
+def count_logits() -> dict[str, int]:
+    """Of every pass over a block of logits, from now on."""
+    counted = {"log_sum_exp": 0, "scaled_exp": 0}
+
+    def counting(name: str, function):
+        def wrapper(logits, *others, **named):
+            counted[name] += logits.numel()
+            return function(logits, *others, **named)
+
+        return wrapper
+
+    for name in counted:
+        setattr(rows, name, counting(name, getattr(rows, name)))
+    return counted
+
+
 def one_process(rank: int, folder: str, expected: dict) -> None:
     torch.set_num_threads(1)
+    counted = count_logits()
     for world in (1, 2, 3, 4):
         if rank < world:
             store = dist.FileStore(f"{folder}/{world}", world)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
             for shards in (number for number in range(1, world + 1) if world % number == 0):
                 for (name, deal), dropout in itertools.product(DEALS.items(), (0.0, 0.4)):
+                    counted.update(log_sum_exp=0, scaled_exp=0)
                     model, kept = model_of(), subset(dropout)
                     parts = EmissionShards(shards, rank, world) if shards > 1 else None
                     how = Computation("fp64", shards=parts, dropout=coordinates(dropout))
@@ -106,10 +125,12 @@ def one_process(rank: int, folder: str, expected: dict) -> None:
                         difference = (parameter.grad / world - gradient).norm()
                         assert difference <= 1e-10 * gradient.norm(), case
                     if how.shards is not None:
-                        preterminals = P if kept is None else len(kept.preterminals)
-                        own = how.shards.part(preterminals)
-                        assert how.shards.logits_computed == (own.stop - own.start) * V, case
-                        assert own.stop - own.start <= -(-preterminals // shards), case
+                        assert how.shards.waited() > 0, case  # in two collectives
+                        assert how.shards.waited() == 0, case  # since then: none
+                    # What was really computed, forward and again backward: this process's part of the logits.
+                    preterminals = P if kept is None else len(kept.preterminals)
+                    part = preterminals * (rank % shards + 1) // shards - preterminals * (rank % shards) // shards
+                    assert counted == {"log_sum_exp": part * V, "scaled_exp": part * V}, case
             dist.destroy_process_group()
 
 

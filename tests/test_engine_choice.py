@@ -114,7 +114,7 @@ def test_other_errors_are_not_taken_for_lost_contact():
 def test_throughput_of_two_processes():
     """The second computes twice as long; the first waits for it."""
     own = Throughput(steps=10, words=1000.0, sentences=50.0, data=1.0, communication=4.0, total=10.0)
-    metrics = own.metrics(10.0, TwoProcesses((500.0, 30.0, 0.0, 10.0, 0.0), rank=0))
+    metrics = own.metrics(TwoProcesses((500.0, 30.0, 0.0, 10.0, 0.0), rank=0))
     assert metrics["train/words_per_second"] == 150.0
     assert metrics["train/sentences_per_second"] == 8.0
     assert metrics["ranks/words_per_second"] == [100.0, 50.0]
@@ -122,4 +122,4 @@ def test_throughput_of_two_processes():
     assert metrics["ranks/communication"] == [0.4, 0.0]
     assert metrics["time/data"] == 0.05
     assert metrics["time/straggler_ratio"] == pytest.approx(10 / 7.5)
-    assert Throughput().metrics(1.0, TwoProcesses(None)) == {}
+    assert Throughput().metrics(TwoProcesses(None)) == {}

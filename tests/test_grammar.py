@@ -187,6 +187,26 @@ def test_gradients_of_bf16_rules_are_gathered_in_fp32():
         assert (narrow - wide).norm() <= 2e-2 * wide.norm()
 
 
+def test_bf16_rules_without_detaching_are_refused():
+    """Their gradients would be lost without a word."""
+    model = make_model().float()
+    grammar = model(None, Computation(rules=torch.bfloat16))
+    with pytest.raises(RuntimeError, match=r"use detached\(\)"):
+        grammar.log_likelihood(torch.tensor([1, 2]), [2], precision="bf16")
+    with torch.no_grad():
+        assert grammar.log_likelihood(torch.tensor([1, 2]), [2], precision="bf16").isfinite().all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_words_of_a_preterminal_sum_to_one_in_every_precision(precision):
+    """Large logits: rounded for the normalisers alone, the probabilities would sum to 0.9 or 1.1."""
+    generator = torch.Generator().manual_seed(0)
+    features, embeddings = (torch.randn(rows, 64, generator=generator) * 1.5 for rows in (P, 50))
+    emission = Emission.of(features, embeddings, Computation(precision))
+    totals = emission.log_probabilities(torch.arange(50)).logsumexp(0)
+    torch.testing.assert_close(totals, torch.zeros(P), rtol=0, atol=1e-4)
+
+
 def test_no_data_on_a_rank_gives_zero_gradients_and_not_none():
     model = make_model()
     grammar = model()

@@ -204,3 +204,17 @@ def test_a_sum_that_underflows_before_its_division_is_noticed():
         possible = ~truth.isinf()
         allowed = 1e-6 * torch.maximum(truth.abs(), torch.tensor(lengths, dtype=torch.float64))
         assert ((ours - truth).abs() <= allowed)[possible].all()
+
+
+def test_recomputed_sentences_give_bf16_rules_fp32_gradients():
+    rules = [t.to(torch.bfloat16).requires_grad_() for t in random_rules(16, 32, spread=30.0, seed=3)]
+    for tensor in rules:
+        tensor.grad_dtype = torch.float32
+    lengths = [9] * 20
+    emissions = random_emissions(180, 32, spread=30.0, seed=3, dtype=torch.float32)
+    statistics = flash_inside.Statistics()
+    flash_inside.inside(Rules(*rules), emissions, lengths, "fp32", "torch", statistics).sum().backward()
+    assert statistics.recomputed > 0
+    for tensor in rules[1:]:
+        assert tensor.grad.dtype == torch.float32
+        assert (tensor.grad != tensor.grad.to(torch.bfloat16).float()).any()

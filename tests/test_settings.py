@@ -246,3 +246,9 @@ def test_every_setting_is_described() -> None:
 def test_settings_do_not_change(config: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_settings(config, []).seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "2.5", "half", "[1]"])
+def test_a_number_or_a_word(config: Path, value: str) -> None:
+    with pytest.raises(SettingsError, match=r"^command line: emission\.shards = "):
+        load_settings(config, [f"emission.shards={value}"])

@@ -81,10 +81,30 @@ def test_whole_functions_equal_fp64():
             assert (a.double() - b).norm() <= 1e-5 * b.norm()
 
 
-def test_bf16_probabilities():
+def test_bf16_probabilities_and_their_gradients():
+    """What training runs: products in bf16, probabilities in bf16, wide gradients at the entrances."""
     tables = [rows_of(n, 16, scale=1.0).requires_grad_() for n in (33, 70, 70)]
-    left, right, *entrances = child_probabilities(*tables, dtype=torch.bfloat16)
-    assert left.dtype == torch.bfloat16
-    torch.testing.assert_close(left.float().sum(1), torch.ones(33, device=DEVICE), rtol=0, atol=1e-2)
+    wide = [table.detach().double().requires_grad_() for table in tables]
+    left, right, *entrances = child_probabilities(*tables, dtype=torch.bfloat16, precision="bf16", largest_block=1000)
+    assert left.dtype == right.dtype == torch.bfloat16
     assert [tuple(entrance.shape) for entrance in entrances] == [(33, 70)] * 2
-    assert right.isfinite().all()
+    dense = [(wide[0] @ children.T).softmax(1) for children in wide[1:]]
+    for ours, truth in zip((left, right), dense, strict=True):
+        assert (ours.double() - truth).norm() <= 2e-2 * truth.norm()
+    weights = 64 + rows_of(33, 70, scale=1.0)  # what is common to a row must not come through
+    gradients = torch.autograd.grad(entrances, tables, [weights, weights])
+    truths = torch.autograd.grad(dense, wide, [weights.double(), weights.double()])
+    for a, b in zip(gradients, truths, strict=True):
+        assert (a.double() - b).norm() <= 5e-2 * b.norm()
+
+
+def test_bf16_normalizers():
+    tables = [rows_of(n, 16, scale=1.0).requires_grad_() for n in (33, 70)]
+    wide = [table.detach().double().requires_grad_() for table in tables]
+    weights = rows_of(1, 33, scale=1.0)[0]
+    ours = log_normalizers(*tables, precision="bf16", largest_block=1000)
+    truth = torch.logsumexp(wide[0] @ wide[1].T, 1)
+    torch.testing.assert_close(ours.double(), truth, rtol=0, atol=5e-2)
+    gradients = torch.autograd.grad(ours @ weights, tables)
+    for a, b in zip(gradients, torch.autograd.grad(truth @ weights.double(), wide), strict=True):
+        assert (a.double() - b).norm() <= 3e-2 * b.norm()

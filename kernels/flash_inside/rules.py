@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,8 +96,17 @@ def upcast(tensor: Tensor) -> Tensor:
     The derivative by a probability is (expected count) / probability: for a needed rule of probability 1e-40 it is
     finite in fp64 and infinite in fp32. It is clamped to a sixty-fourth of the largest number of the smaller type.
     """
-    wide = tensor.to(torch.float64)
-    if wide.requires_grad and tensor.dtype != torch.float64:
-        limit = torch.finfo(tensor.dtype).max / 64
-        wide.register_hook(lambda gradient: gradient.clamp(-limit, limit))
-    return wide
+    return tensor if tensor.dtype == torch.float64 else _Upcast.apply(tensor)
+
+
+class _Upcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.gradient_type = gradient_type(tensor)
+        return tensor.to(torch.float64)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        limit = torch.finfo(ctx.gradient_type).max / 64
+        return gradient.clamp(-limit, limit).to(ctx.gradient_type)

@@ -10,6 +10,11 @@ from torch import Tensor
 from lm_pcfg.grammar.boundary import Grammar
 
 
+def _times(matrix: Tensor, vector: Tensor, rows: int = 1024) -> Tensor:
+    """matrix @ vector in fp64, without a copy of the matrix: [R, C] of any type, [C] -> [R]."""
+    return torch.cat([part.double() @ vector for part in matrix.split(rows)])
+
+
 def spectral_radius(
     grammar: Grammar, iterations: int = 1000, tolerance: float = 1e-10, exact_up_to: int = 512
 ) -> float:
@@ -20,17 +25,18 @@ def spectral_radius(
     which converges fast for the positive matrices that softmaxes make.
     """
     n = grammar.rules.nonterminals
-    left, right = grammar.left[:, :n].double(), grammar.right[:, :n].double()
-    if not (left.isfinite().all() and right.isfinite().all()):  # LAPACK may crash on NaN
-        return math.nan
+    left, right = grammar.left[:, :n], grammar.right[:, :n]
     if n <= exact_up_to:
-        return torch.linalg.eigvals((left + right).cpu()).abs().max().item()
+        both = (left.double() + right.double()).cpu()
+        return torch.linalg.eigvals(both).abs().max().item() if both.isfinite().all() else math.nan  # LAPACK may crash
     # M + 1 has the same eigenvectors and no other eigenvalue of the same size, so that the iteration converges.
     vector = torch.ones(n, dtype=torch.float64, device=left.device)
     radius = 0.0
     for _ in range(iterations):
-        grown = left @ vector + right @ vector + vector
+        grown = _times(left, vector) + _times(right, vector) + vector
         size = grown.norm().item()
+        if not math.isfinite(size):
+            return math.nan
         if abs(size - 1.0 - radius) <= tolerance * max(1.0, radius):
             return size - 1.0
         radius, vector = size - 1.0, grown / size
@@ -40,11 +46,11 @@ def spectral_radius(
 def finite_mass(grammar: Grammar, iterations: int = 10_000, tolerance: float = 1e-12) -> float:
     """Probability that a derivation ends: the total mass of all strings, if words are normalised."""
     n = grammar.rules.nonterminals
-    left, right, root = grammar.left.double(), grammar.right.double(), grammar.root.double()
+    left, right, root = grammar.left, grammar.right, grammar.root.double()
     ends = torch.zeros(n, dtype=torch.float64, device=left.device)  # of a derivation from A within so many levels
-    left_words, right_words = left[:, n:].sum(1), right[:, n:].sum(1)
+    left_words, right_words = left[:, n:].sum(1, dtype=torch.float64), right[:, n:].sum(1, dtype=torch.float64)
     for _ in range(iterations):
-        deeper = (left[:, :n] @ ends + left_words) * (right[:, :n] @ ends + right_words)
+        deeper = (_times(left[:, :n], ends) + left_words) * (_times(right[:, :n], ends) + right_words)
         if (deeper - ends).abs().max().item() <= tolerance:
             break
         ends = deeper
@@ -68,6 +74,10 @@ def entropy(probabilities: Tensor) -> Tensor:
     return torch.special.entr(probabilities).sum(-1)
 
 
+def _mean_entropy(rules: Tensor, rows: int = 1024) -> float:
+    return torch.cat([entropy(part) for part in rules.split(rows)]).mean().item()
+
+
 def _effective_number(weights: Tensor) -> float:
     """exp(entropy): so many equally frequent symbols would be as varied; 0 if there is no mass at all."""
     total = weights.sum()
@@ -80,8 +90,8 @@ def summary(grammar: Grammar) -> dict[str, float]:
     children = (grammar.left.mean(0) + grammar.right.mean(0)) / 2  # [N+P] as used by an average parent
     return {
         "entropy/root": entropy(grammar.root).item(),
-        "entropy/left": entropy(grammar.left).mean().item(),
-        "entropy/right": entropy(grammar.right).mean().item(),
+        "entropy/left": _mean_entropy(grammar.left),
+        "entropy/right": _mean_entropy(grammar.right),
         "entropy/emission": grammar.emission.entropies().mean().item(),
         "symbols/effective_nonterminals": _effective_number(children[:n]),
         "symbols/effective_preterminals": _effective_number(children[n:]),

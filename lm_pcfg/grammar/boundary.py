@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flash_inside
 from flash_inside import Rules, Statistics
-from flash_inside.softmax import log_normalizers
+from flash_inside.softmax import log_normalizers, rounded
 from lm_pcfg.grammar.computation import EXACT, Computation
 
 
@@ -26,17 +26,21 @@ class Emission(NamedTuple):
     features: Tensor  # [P, d] of the preterminals
     embeddings: Tensor  # [V, d] of the words
     log_normalizers: Tensor  # [P] log sum over the words of exp(feature . embedding)
+    precision: str = "fp32"  # of the products behind the normalisers
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.features, self.embeddings, self.log_normalizers
 
     @classmethod
     def of(cls, features: Tensor, embeddings: Tensor, how: Computation = EXACT) -> Emission:
         """The one place that sees all words of all preterminals, or of this process's part of them."""
         shards, p = how.shards, len(features)
-        if shards is None:
-            return cls(features, embeddings, log_normalizers(features, embeddings, how.precision))
-        own = features[shards.part(p)]
-        shards.logits_computed += len(own) * len(embeddings)
-        gathered = shards.gather(log_normalizers(own, embeddings, how.precision), p)
-        return cls(features, embeddings, gathered)
+        own = features if shards is None else features[shards.part(p)]
+        normalizers = log_normalizers(own, embeddings, how.precision)
+        if shards is not None:
+            normalizers = shards.gather(normalizers, p)
+        return cls(features, embeddings, normalizers, how.precision)
 
     def log_probabilities(self, words: Tensor) -> Tensor:
         """words: [n] ids on any device -> [n, P] on that of the tables. Each distinct word is computed once.
@@ -46,7 +50,9 @@ class Emission(NamedTuple):
         distinct, position = torch.unique(words, return_inverse=True)
         device = self.features.device
         distinct, position = distinct.to(device, non_blocking=True), position.to(device, non_blocking=True)
-        columns = self.embeddings[distinct] @ self.features.T - self.log_normalizers  # [distinct, P]
+        # Rounded as for the normalisers, or the probabilities of a preterminal would not sum to 1.
+        embeddings, features = (rounded(table, self.precision) for table in (self.embeddings[distinct], self.features))
+        columns = embeddings @ features.T - self.log_normalizers  # [distinct, P]
         return columns[position]
 
     def entropies(self, rows: int = 1024) -> Tensor:
@@ -87,17 +93,20 @@ class Grammar(NamedTuple):
         statistics: Statistics | None = None,
     ) -> Tensor:
         """Natural log-probability of each sentence: [B]. words: [sum(lengths)] ids, sentences one after another."""
+        if self.entrances is not None and self.entrances[0] is not self.left and torch.is_grad_enabled():
+            raise RuntimeError("these rules take no gradients themselves: use detached() and backward_through()")
         emissions = self.emission.log_probabilities(words)
         return flash_inside.inside(self.rules, emissions, lengths, precision, backend, statistics)
 
     def detached(self) -> Grammar:
         """The same values as leaves of a new graph, on which micro-batches accumulate their gradients, in fp32."""
-        leaves = [tensor.detach().requires_grad_() for tensor in (self.root, self.left, self.right, *self.emission)]
+        tensors = (self.root, self.left, self.right, *self.emission.tensors)
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         for leaf in leaves:
             if leaf.dtype.itemsize < 4:
                 leaf.grad_dtype = torch.float32
-        root, left, right, *emission = leaves
-        return Grammar(root, left, right, Emission(*emission))
+        root, left, right, features, embeddings, normalizers = leaves
+        return Grammar(root, left, right, Emission(features, embeddings, normalizers, self.emission.precision))
 
     def with_root_over_nonterminals(self) -> Grammar:
         """The paper's root: the mass of S -> preterminal is taken away and the rest renormalised."""
@@ -111,8 +120,8 @@ def backward_through(grammar: Grammar, leaves: Grammar) -> Tensor:
     Its value means nothing.
     """
     entrances = grammar.entrances or (grammar.left, grammar.right)
-    tensors = [grammar.root, *entrances, *grammar.emission]
-    gathered = [leaves.root, leaves.left, leaves.right, *leaves.emission]
+    tensors = [grammar.root, *entrances, *grammar.emission.tensors]
+    gathered = [leaves.root, leaves.left, leaves.right, *leaves.emission.tensors]
     # A tensor no micro-batch has touched (no data on this rank) still takes part, so that all ranks do the same work.
     gradients = [
         torch.zeros_like(tensor) if leaf.grad is None else leaf.grad
@@ -132,5 +141,5 @@ class _Delivery(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        torch._assert_async(scale == 1.0)  # an engine that scales its loss would go unheard here
+        torch._assert_async(scale == 1.0, "an engine that scales its loss would go unheard here")
         return None, *ctx.gradients

@@ -10,6 +10,9 @@ each group instead of by all, but as the sum over the group: the average is the 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +32,7 @@ class EmissionShards:
         if world_size % shards:
             raise ValueError(f"{shards} shards do not divide {world_size} processes")
         self.count, self.index = shards, rank % shards
-        self.logits_computed = 0  # by this process, in forward passes
+        self._began_and_ended: list[tuple[Any, Any]] = []  # collectives since `waited` was asked
         self._group: Any = None
         for first in range(0, world_size, shards):
             ranks = list(range(first, first + shards))
@@ -52,13 +55,35 @@ class EmissionShards:
         padded = own.new_zeros(largest)
         padded[: len(own)] = own
         received = [torch.empty_like(padded) for _ in parts]
-        dist.all_gather(received, padded, group=self._group)
+        with self._timed(own.device):
+            dist.all_gather(received, padded, group=self._group)
         return torch.cat([values[: part.stop - part.start] for values, part in zip(received, parts, strict=True)])
 
     def sum(self, gradient: Tensor) -> Tensor:
         total = gradient.clone()
-        dist.all_reduce(total, group=self._group)
+        with self._timed(total.device):
+            dist.all_reduce(total, group=self._group)
         return total
+
+    @contextmanager
+    def _timed(self, device: torch.device) -> Iterator[None]:
+        began = _now(device)
+        yield
+        self._began_and_ended.append((began, _now(device)))
+
+    def waited(self) -> float:
+        """Seconds in these collectives since the last call; call it when the device has finished the step."""
+        pairs, self._began_and_ended = self._began_and_ended, []
+        return sum(end - began if isinstance(began, float) else began.elapsed_time(end) / 1000 for began, end in pairs)
+
+
+def _now(device: torch.device) -> Any:
+    """On a GPU an event: its stream waits for the collective, the host does not."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class _Gathered(torch.autograd.Function):

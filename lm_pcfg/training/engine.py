@@ -54,8 +54,9 @@ class Engine(Collectives):
             torch.device("cpu") if device.type == "cpu" else device,  # not cpu:1, which safetensors does not know
         )
         self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed else None
-        self._patience = _patience(settings)
+        self.patience = _patience(settings)
         self.together(lambda: self._check_given(settings))
+        self.emission_shards = shard_count(settings.emission.shards, self.world_size)
 
     @property
     def name(self) -> str:
@@ -79,7 +80,7 @@ class Engine(Collectives):
         from torch.distributed import distributed_c10d
 
         for group in list(distributed_c10d._world.pg_map):
-            distributed_c10d._set_pg_timeout(self._patience, group)
+            distributed_c10d._set_pg_timeout(self.patience, group)
 
     def close_at_exit(self) -> None:
         """For a good end alone: after a failure the others might not answer."""
@@ -90,6 +91,7 @@ class Engine(Collectives):
         """Accelerate falls back silently where its launcher and its environment disagree."""
         if settings.inside.backend == "triton" and self.device.type != "cuda":
             raise UserError("inside.backend: triton needs a GPU, and this process has none; use inside.backend=auto")
+        shard_count(settings.emission.shards, self.world_size)
         promised = os.environ.get("WORLD_SIZE", "1")
         if str(self.world_size) != promised:
             raise UserError(
@@ -107,6 +109,18 @@ class Engine(Collectives):
             )
         if settings.engine.zero_stage is not None and settings.engine.zero_stage != self.zero_stage:
             raise UserError(f"engine.zero_stage: {settings.engine.zero_stage} was asked for, but this is {self.name}")
+
+
+def shard_count(asked: int | str, world_size: int) -> int:
+    """Processes that share the emission's normalisers; "auto": all of them."""
+    shards = world_size if asked == "auto" else int(asked)
+    if world_size % shards:
+        fitting = [number for number in range(1, world_size + 1) if world_size % number == 0]
+        raise UserError(
+            f"emission.shards {shards} does not divide the {world_size} processes of this run; use auto or one of "
+            + ", ".join(map(str, fitting))
+        )
+    return shards
 
 
 def _are(count: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flash_inside import Statistics
+from flash_inside import Statistics, rules_type
 from flash_inside.softmax import product_precision
 from lm_pcfg.console import Progress, duration, progress, say, warn
 from lm_pcfg.corpus.batches import Batch
@@ -79,7 +79,7 @@ class Trainer:
         model = self._build_model().to(engine.device)
         self.skeleton = self._build_model().to("meta")  # names, shapes and forward, without memory
         self.learner = make_learner(model, settings.optimizer, engine)
-        self.computation = training_computation(settings, engine.rank, engine.world_size)
+        self.computation = training_computation(settings, engine)
         self.average = MovingAverage(self.learner.pieces(), settings.ema.decay) if settings.ema.decay else None
         self.position = Position()
         self.throughput = Throughput()
@@ -135,6 +135,8 @@ class Trainer:
         self.throughput.sentences += own[0]
         self.throughput.words += own[1]
         self.throughput.communication += self.learner.reduction.take()
+        if self.computation.shards is not None:
+            self.throughput.communication += self.computation.shards.waited()
         return update.applied
 
     def _grammar(self) -> Grammar:
@@ -143,7 +145,9 @@ class Trainer:
         rate = state_dropout_rate(model, step, self.total_steps)
         kept = draw_kept(model.nonterminals, model.preterminals, rate, seed=seed, step=step)
         dropout = FeatureDropout(model.embedding_dropout, model.feature_dropout, seed, step)
-        return self.learner.model(kept, self.computation._replace(dropout=dropout))
+        nonterminals = model.nonterminals if kept is None else len(kept.nonterminals)
+        rules = rules_type(self.settings.inside.precision, nonterminals)
+        return self.learner.model(kept, self.computation._replace(dropout=dropout, rules=rules))
 
     def _settle_buckets(self) -> None:
         """DDP orders its buckets anew after the first backward pass, and from three ranks on sums depend on the order.

@@ -1,13 +1,21 @@
 """`lm_pcfg bench step`: what a training step costs, and which part of it, over a grid of grammars and batch sizes.
 
 The step is the trainer's own. Its time is measured twice: over many steps in a row, nothing waited for (step_ms, words
-per second, everything included); and part by part, where the clock waits at the end of every part.
+per second, everything included); and part by part, where the clock waits at the end of every part:
+
+    networks    rules and features from the parameters        emission    its normalisers
+    inside      columns of the emission, charts, and their gradients by the grammar's tensors
+    backward    from there to the parameters, through normalisers, softmaxes and networks
+    optimizer   clipping, the update, the moving average
+
+There are twice as many preterminals as nonterminals, and batches are by sentences, whatever the config says.
 """
 
 from __future__ import annotations
 
 import csv
 import datetime
+import gc
 import importlib.metadata
 import platform
 import time
@@ -20,6 +28,7 @@ import numpy as np
 import torch
 
 from flash_inside.benchmarks.lengths import ptb_lengths
+from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training.engine import Engine
@@ -46,6 +55,9 @@ def main(
     plot: Path | None,
 ) -> None:
     """Print a line for every size as it is measured; write the CSV and the plot."""
+    for path in (table, plot):
+        if path is not None and not path.parent.is_dir():  # before anything is measured
+            raise UserError(f"{path}: there is no folder {path.parent}; make it first")
     print(f"{'N':>6} {'batch':>5} " + " ".join(f"{part:>9}" for part in (*PARTS, "step ms", "words/s", "GiB")))
     with _settings(config, overrides) as settings:
         rows = bench_steps(settings, nonterminals, sentences, steps, lambda row: print(_line(row), flush=True))
@@ -69,6 +81,8 @@ def bench_steps(
 ) -> list[Row]:
     """Time every combination; a grammar that does not fit into memory gets a note."""
     engine = Engine(settings)
+    if engine.world_size > 1:
+        raise UserError("bench step measures one process; start it without a launcher")
     rows = []
     for n in nonterminals:
         for count in sentences:
@@ -95,7 +109,9 @@ def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
         row |= _timed(Trainer(settings, engine, None), steps)
     except torch.OutOfMemoryError:
         row["note"] = "out of memory"
-    finally:
+    finally:  # Accelerate keeps what it has prepared, and the next size is to be measured alone
+        engine.accelerator.free_memory()
+        gc.collect()
         if engine.device.type == "cuda":
             torch.cuda.empty_cache()
     return row

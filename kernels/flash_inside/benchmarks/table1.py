@@ -1,4 +1,4 @@
-"""The paper's table 1 from measured rows: speed relative to the slowest method, memory relative to FlashInside."""
+"""The paper's table 1 from measured rows: speed relative to the textbook's method, memory relative to FlashInside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     for size in sizes:
         here = {str(row["method"]): row for row in rows if (row["nonterminals"], row["words"]) == size}
         timed = {method: row for method, row in here.items() if row["p50_ms"] not in ("", None)}
-        slowest = next((timed[m] for m in ("log-sum-exp", "log-einsum-exp") if m in timed), None)
+        textbook = next((timed[m] for m in ("log-sum-exp", "log-einsum-exp") if m in timed), None)
         ours = timed.get("triton") or timed.get("torch")
         for method in ("log-sum-exp", "log-einsum-exp", "torch", "triton"):
             if method not in here:
@@ -26,7 +26,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
                 lines.append(f"{start} {here[method]['note']} | | | |")
                 continue
             row = timed[method]
-            speed = _ratio(slowest, row, "p50_ms") if slowest else ""
+            speed = _ratio(textbook, row, "p50_ms") if textbook else ""
             memory = _ratio(row, ours, "peak_gib") if ours else ""
             lines.append(f"{start} {row['p50_ms']} | {speed} | {row['peak_gib']} | {memory} |")
     return "\n".join(lines)

@@ -6,6 +6,6 @@ child_probabilities   [N, N+P] twice: logits block by block, probabilities writt
 
 from flash_inside.softmax.children import child_probabilities
 from flash_inside.softmax.normalizers import log_normalizers
-from flash_inside.softmax.products import product_precision
+from flash_inside.softmax.products import product_precision, rounded
 
-__all__ = ["child_probabilities", "log_normalizers", "product_precision"]
+__all__ = ["child_probabilities", "log_normalizers", "product_precision", "rounded"]

@@ -14,8 +14,13 @@ from flash_inside.scaled import matmul_precision, product
 LARGEST_BLOCK = 1 << 27
 
 
+PRECISIONS = ("fp64", "fp32", "tf32", "bf16")
+
+
 def product_precision(precision: str) -> AbstractContextManager[None]:
     """For fp32 tensors: "fp32" is true fp32, everything below it may use TF32."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}")
     return matmul_precision("tf32" if precision == "bf16" else precision)
 
 
@@ -24,14 +29,19 @@ def operand(table: Tensor, precision: str) -> Tensor:
     return table.to(torch.bfloat16) if precision == "bf16" and table.dtype == torch.float32 else table
 
 
+def rounded(table: Tensor, precision: str) -> Tensor:
+    """The values of `operand` in the type of the table: products of them equal those of the operands."""
+    return operand(table, precision).to(table.dtype)
+
+
 def multiply(a: Tensor, b: Tensor, result: torch.dtype) -> Tensor:
     """a @ b, accumulated and returned in `result`."""
     return product(a, b, result)
 
 
 def blocks(rows: int, columns: int, largest: int) -> Iterator[slice]:
-    """As few blocks of rows as fit, all of about the same size."""
-    count = max(1, -(-rows * columns // largest))
-    step = max(1, -(-rows // count))
+    """As few blocks of rows as fit (one row at least), all of about the same size."""
+    most = max(1, largest // max(1, columns))
+    step = max(1, -(-rows // max(1, -(-rows // most))))
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
