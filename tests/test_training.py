@@ -456,3 +456,14 @@ def test_a_dead_tracking_server_does_not_stop_training(tmp_path, monkeypatch, ca
     folder = run(tmp_path, "training.max_steps=3", tracking={"mlflow": True})
     assert (folder / "FINISHED").exists()
     assert "metrics lost" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, 1)])
+def test_a_run_resumed_with_other_steps_still_ends_with_its_data(before, after, tmp_path):
+    """Larger or smaller steps, as more or fewer ranks make them."""
+    folder = run(tmp_path, f"batch.accumulate={before}", "training.max_steps=5", "training.epochs=2")
+    batches = checkpoint.verify(checkpoint.latest(folder))["data"]["batches"]
+    run(tmp_path, f"batch.accumulate={after}", "training.epochs=2", "resume=auto")
+    state = checkpoint.verify(checkpoint.latest(folder))
+    assert (state["data"]["epoch"], state["data"]["batch"]) == (2, 0)
+    assert state["step"] == 5 + -(-(batches - 5 * before) // after) + -(-batches // after)

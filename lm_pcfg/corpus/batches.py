@@ -75,6 +75,9 @@ class BatchSource(Protocol):
     def batches_per_epoch(self, epoch: int) -> int:
         """Over all ranks."""
 
+    def steps_left(self, epochs: int) -> int:
+        """Optimizer steps from here to the end of so many epochs, at this number of ranks."""
+
     def costliest_step(self, epoch: int) -> list[Batch]:
         """The `accumulate` most expensive batches of an epoch, as one step; the position stays where it is."""
 
@@ -246,6 +249,14 @@ class BatchStream:
     def steps_per_epoch(self, epoch: int) -> int:
         """Optimizer steps."""
         return -(-self.batches_per_epoch(epoch) // (self.world_size * self.options.accumulate))
+
+    def steps_left(self, epochs: int) -> int:
+        """Optimizer steps from here to the end of so many epochs, at this number of ranks."""
+        if self._epoch >= epochs:
+            return 0
+        left = self.batches_per_epoch(self._epoch) - self._position
+        steps = -(-left // (self.world_size * self.options.accumulate))
+        return steps + sum(self.steps_per_epoch(epoch) for epoch in range(self._epoch + 1, epochs))
 
     def state(self) -> dict[str, Any]:
         """The position, as JSON: the same on every rank, and good for any world size."""

@@ -163,7 +163,6 @@ class PreparedCorpus(ShardedCorpus):
         manifest = read_manifest(folder)
         self.name = str(folder)
         self.damage = Damage()
-        self.fingerprint = fingerprint_of([entry.sha256 for entry in manifest.shards])
         self._files = [folder / SHARDS / entry.file for entry in manifest.shards]
         chunks = []
         for number, entry in enumerate(manifest.shards):
@@ -172,6 +171,8 @@ class PreparedCorpus(ShardedCorpus):
                 chunks.append((Chunk(number, first_row, histogram.lines, start=group), histogram, True))
                 first_row += histogram.lines
         self.blocks = group_chunks(chunks, block_lines)
+        shards, cuts = [entry.sha256 for entry in manifest.shards], [len(block.chunks) for block in self.blocks]
+        self.fingerprint = fingerprint_of([*shards, *cuts])
 
     def check_sizes(self, on_missing: str) -> None:
         """Missing or cut shards, before the first epoch; on_missing: fail | skip. The rest is found when it is read."""

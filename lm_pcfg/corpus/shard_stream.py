@@ -253,6 +253,14 @@ class ShardStream:
         """Optimizer steps, at this number of ranks."""
         return -(-self.batches_per_epoch(epoch) // (self.world_size * self.options.accumulate))
 
+    def steps_left(self, epochs: int) -> int:
+        """Optimizer steps from here to the end of so many epochs, at this number of ranks."""
+        if self._epoch >= epochs:
+            return 0
+        rounds = -(-self._left // self.world_size) - self._round
+        steps = -(-rounds // self.options.accumulate)
+        return steps + sum(self.steps_per_epoch(epoch) for epoch in range(self._epoch + 1, epochs))
+
     def costliest_step(self, epoch: int) -> list[Batch]:
         """Of the blocks with the longest sentences, without reading the others."""
         most = self.options.accumulate

@@ -84,9 +84,13 @@ class Trainer:
         self.position = Position()
         self.throughput = Throughput()
         self._saved_step = 0
-        self.total_steps = sum(self.stream.steps_per_epoch(epoch) for epoch in range(settings.training.epochs))
-        if settings.training.max_steps is not None:
-            self.total_steps = min(self.total_steps, settings.training.max_steps)
+        self.total_steps = self._count_steps()
+
+    def _count_steps(self) -> int:
+        """Of the whole run: those made, and those that the rest of the data takes at this number of ranks."""
+        training = self.settings.training
+        steps = self.position.step + self.stream.steps_left(training.epochs)
+        return steps if training.max_steps is None else min(steps, training.max_steps)
 
     def _build_model(self) -> torch.nn.Module:
         return build_model(self.settings.model, len(self.corpora.vocabulary), self.settings.seed)
@@ -411,6 +415,7 @@ class Trainer:
             weights = self.learner.pieces_of(loaded.ema or loaded.model)
             self.average.load(weights, self.position.ema_updates)
         self.engine.together(lambda: self.stream.restore(state["data"]))
+        self.total_steps = self._count_steps()
 
     def repair_best(self, run_folder: Path) -> None:
         """A kill between saving the best checkpoint and pointing to it leaves the link behind."""
