@@ -80,7 +80,7 @@ def test_zero_divides_all_but_never_more_than_there_is():
     sizes = [scaling.zero_bytes(count, 8, stage) for stage in range(4)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == 16 * count
-    assert sizes[3] == pytest.approx(2 * count)
+    assert sizes[3] == pytest.approx(2.5 * count)  # with a copy of the weights it updates
 
 
 def test_the_command_prints_a_table_its_assumptions_and_json():

@@ -64,7 +64,7 @@ train_job() {
     say "$run_folder is FINISHED, nothing to do (to train it further remove that file; for another run set name=...)"
     exit 0
   fi
-  if [ -d "$run_folder/checkpoints" ]; then
+  if [ -e "$run_folder/config.yaml" ]; then
     settings+=(resume=auto) # what OVERRIDES says of resume is for the first start of a run
   fi
 
@@ -90,6 +90,9 @@ train_job() {
     srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=600 --cpu-bind=none \
       --mpi=none --export=ALL bash "$repository/launch/slurm/node.sh" --config "$CONFIG" "${settings[@]}" &
     srun=$!
+    if [ -n "$warned" ]; then # in between
+      kill -USR1 "$srun"
+    fi
     while kill -0 "$srun" 2>/dev/null; do
       wait "$srun" # a trap ends this early
     done

@@ -6,13 +6,16 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
 from flash_inside import Statistics
 from lm_pcfg.corpus.sentences import encode_sentences
+from lm_pcfg.corpus.shard_files import is_json, is_parquet
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
 from lm_pcfg.corpus.vocabulary import Vocabulary
+from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_probabilities
 from lm_pcfg.inference.model import TrainedGrammar
 
@@ -66,6 +69,8 @@ def score_lines(
 ) -> Iterator[Line]:
     """One value a line of the source ('-': standard input), in its order; adds the sums to `result` on the way."""
     name = display_name(source)
+    if is_json(Path(source)) or is_parquet(Path(source)):
+        raise UserError(f"{name}: score reads text, one sentence a line; take the sentences out of their field first")
     numbered = read_lines(resolve_source(source), name=name)
     n = trained.grammar.rules.nonterminals
     fewest = 1 if trained.grammar.root.shape[0] > n or trained.vocabulary.end_id is not None else 2
@@ -113,7 +118,9 @@ def score_lines(
         on_lines(len(block) - len(kept))  # the others were told of batch by batch
         yield from values
     vocabulary = trained.vocabulary
-    if result.unknown_words and vocabulary.training_words and not vocabulary.training_unknown:
+    # A SentencePiece model knows every character of its training text.
+    none_in_training = unit == "pieces" or (vocabulary.training_words and not vocabulary.training_unknown)
+    if result.unknown_words and none_in_training:
         warn(f"{name}: {result.unknown_words:,} unknown {unit}, but training saw none: their probability is arbitrary")
     warnings.summarise()
 

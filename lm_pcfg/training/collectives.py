@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -92,7 +93,7 @@ def telling_lost_contact() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # also before they have met
         if not several or isinstance(error, torch.OutOfMemoryError) or not _LOST.search(str(error)):
             raise
         reason = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split())).split(". This ")[0][:200]

@@ -39,9 +39,10 @@ class Engine(Collectives):
             _prepare_for_deepspeed(on_cpu)
         if launched:
             _meet_the_others(settings, on_cpu)
+        # Accumulation and precision are the loop's own, whatever a launcher's environment says: this one would win.
+        os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
         self.accelerator = Accelerator(
             cpu=on_cpu and not self.is_deepspeed,
-            # Accumulation and precision are the loop's own, whatever a launcher's environment says.
             gradient_accumulation_steps=1,
             mixed_precision="no",
             # What Accelerate assumes of the process group, which is there already.
@@ -146,6 +147,9 @@ def _check_asked(settings: Settings, is_deepspeed: bool, launched: bool) -> None
                 f"{name} says that this is one of {os.environ[name]} processes, but LOCAL_RANK does not say which; "
                 "use accelerate launch or torchrun, or unset it for one process"
             )
+    for other in ("FSDP", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{other}", "").lower() == "true":
+            raise UserError(f"the launcher asked for {other}, which is not supported; use DDP or DeepSpeed (launch/)")
     if is_deepspeed and not launched:
         raise UserError("ACCELERATE_USE_DEEPSPEED is set, but no launcher started this process; use accelerate launch")
     if is_deepspeed and settings.device == "cpu" and torch.cuda.is_available():

@@ -59,7 +59,7 @@ def train(settings: Settings) -> Path:
             trainer.restore(start.from_checkpoint, same_run=same_run)
             if same_run:
                 engine.on_main(lambda: trainer.repair_best(start.folder))
-        engine.on_main(lambda: folder.begin(settings, trainer.corpora.vocabulary))
+        engine.on_main(lambda: folder.begin(settings, trainer.corpora.vocabulary, source))
         description = engine.describe()
         if engine.is_main:
             where = f", continued from step {trainer.position.step}" if start.from_checkpoint else ""
@@ -203,7 +203,8 @@ class Trainer:
             raise
         finally:
             self.metrics.close()
-            self.tracker.finish(status, self.settings.tracking.wait_seconds)
+            wait = self.settings.tracking.wait_seconds
+            self.tracker.finish(status, min(wait, 2.0) if status == "FAILED" else wait)  # the error is yet to be told
 
     def _begin(self) -> None:
         with self.folder.writing():
@@ -373,10 +374,10 @@ class Trainer:
         """A checkpoint of this step; `best` follows the validation text.
 
         None while updates are being skipped: what led there may have spoilt the weights, and the checkpoints before it
-        must not make room for theirs.
+        must not make room for theirs. (Unless they were just found to be the best: then they are well.)
         """
         position = self.position
-        if position.skipped_in_a_row:
+        if position.skipped_in_a_row and position.best_step != position.step:
             return
         self._saved_step = position.step
         self._take_time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -37,9 +38,9 @@ def choose_start(settings: Settings, warn: Callable[[str], None]) -> Start:
         # A launcher that restarts its workers gives them the arguments they began with: they go on where they were.
         for own in takewhile(_is_run, _series(folder)):
             if _launched_by(own) == _launcher():
-                return Start(own, checkpoint.find_resumable(own, warn))
+                return Start(own, checkpoint.find_resumable(own, warn) or _started_from(own))
     if settings.resume == "auto":
-        return Start(folder, checkpoint.find_resumable(folder, warn))
+        return Start(folder, checkpoint.find_resumable(folder, warn) or _started_from(folder))
     if settings.resume is False:
         return Start(_unused(folder), None)
     given = Path(str(settings.resume))
@@ -51,6 +52,16 @@ def choose_start(settings: Settings, warn: Callable[[str], None]) -> Start:
     if folder.resolve() == source_run and newest is not None and newest.resolve() == source:
         return Start(folder, source)
     return Start(_unused(folder), source)
+
+
+def _started_from(folder: Path) -> Path | None:
+    """The other run's checkpoint that a run began with, for one that was stopped before it had any of its own."""
+    file = folder / "started_from"
+    if not file.exists():
+        return None
+    source = Path(file.read_text(encoding="utf-8").strip())
+    checkpoint.verify(source)
+    return source
 
 
 def _unused(folder: Path) -> Path:
@@ -98,8 +109,11 @@ class RunFolder:
             self._lock.write(_launcher())
             self._lock.flush()
         except BlockingIOError:
+            self._lock = None
             raise UserError(f"{self.path} is in use by another training; give this one another name=...") from None
         except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # some cluster file systems
+                return
             raise UserError(f"cannot write to {self.path}: {error.strerror}; set runs_folder=...") from None
 
     @contextmanager
@@ -109,9 +123,11 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error.strerror or error}") from error
 
-    def begin(self, settings: Settings, vocabulary: AnyVocabulary) -> None:
-        """Write what a run is made of; it is not finished from now on."""
+    def begin(self, settings: Settings, vocabulary: AnyVocabulary, source: Path | None = None) -> None:
+        """Write what a run is made of; it is not finished from now on. source: the checkpoint it continues from."""
         with self.writing():
+            if source is not None and checkpoint.run_folder_of(source) != self.path.resolve():
+                (self.path / "started_from").write_text(f"{source.resolve()}\n", encoding="utf-8")
             vocabulary.save(self.path / "vocab")
             (self.path / "config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
             (self.path / "FINISHED").unlink(missing_ok=True)

@@ -6,6 +6,7 @@ Pure arithmetic. What it takes for granted is in `assumptions`, which the comman
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, replace
 
 from lm_pcfg.errors import UserError
@@ -164,7 +165,9 @@ def predict(
     shards = min(emission_shards, gpus)
     compute = step.compute(own, shards)
     # The slowest of n ranks, for times that are normally distributed.
-    waiting = spread * step.inside_of(own) * math.sqrt(2 * math.log(gpus))
+    # How far the slowest of so many normally distributed times is from their mean, in deviations (Blom).
+    slowest = statistics.NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25)) if gpus > 1 else 0.0
+    waiting = spread * step.inside_of(own) * slowest
     gradients = normalizers = scalars = 0.0
     if gpus > 1:
         gradients = machines.all_reduce_ms(4.0 * parameters(model, words), gpus)
@@ -186,9 +189,12 @@ def predict(
 
 
 def zero_bytes(count: int, gpus: int, stage: int) -> float:
-    """Of weights, gradients and Adam's two moments on each GPU; stage 0: DDP. All fp32, so there is no second copy."""
-    divided = {0: 0, 1: 8, 2: 12, 3: 16}[stage]
-    return count * (16 - divided + divided / gpus)
+    """Of weights, gradients and Adam's two moments on each GPU; stage 0: DDP. All fp32.
+
+    DeepSpeed keeps a second copy of the part of the weights that a GPU updates.
+    """
+    whole, divided = {0: (16, 0), 1: (8, 12), 2: (4, 16), 3: (0, 20)}[stage]
+    return count * (whole + divided / gpus)
 
 
 def assumptions(

@@ -25,9 +25,17 @@ def has_launcher() -> bool:
     return any(name in os.environ for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"))
 
 
+_launcher: int | None = None  # its process, as it was when this one began
+
+
 def follow_launcher() -> None:
     """Have the system send this process a SIGTERM when its launcher dies (Linux). Call it as early as can be."""
-    if not has_launcher() or not sys.platform.startswith("linux"):
+    global _launcher
+    if not has_launcher():
+        return
+    if _launcher is None:
+        _launcher = os.getppid()
+    if not sys.platform.startswith("linux"):
         return
     set_parent_death_signal = 1
     with contextlib.suppress(OSError, AttributeError):
@@ -42,7 +50,8 @@ class StopSignals:
     def __init__(self) -> None:
         self._received: str | None = None
         self._first_at = 0.0
-        self._launcher = os.getppid() if has_launcher() else None
+        follow_launcher()
+        self._launcher = _launcher if has_launcher() else None
         self._before: dict[signal.Signals, Any] = {}
 
     @property
