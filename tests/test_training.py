@@ -467,3 +467,39 @@ def test_a_run_resumed_with_other_steps_still_ends_with_its_data(before, after, 
     state = checkpoint.verify(checkpoint.latest(folder))
     assert (state["data"]["epoch"], state["data"]["batch"]) == (2, 0)
     assert state["step"] == 5 + -(-(batches - 5 * before) // after) + -(-batches // after)
+
+
+def test_a_run_from_another_ones_checkpoint_that_is_killed_early_starts_from_it_again(tmp_path, monkeypatch):
+    source = run(tmp_path, "training.max_steps=4", name="source")
+    stop_after(monkeypatch, steps=5)
+    monkeypatch.setattr(loop.Trainer, "_save", lambda self: None)  # as if killed before its first checkpoint
+    begun = run(tmp_path, f"resume={source}", "training.max_steps=9", name="begun")
+    monkeypatch.undo()
+    assert checkpoint.latest(begun) is None
+    again = run(tmp_path, "resume=auto", "training.max_steps=9", name="begun")
+    assert again == begun
+    first = next(iter(read_metrics(again / "metrics.jsonl")))
+    assert first["step"] > 4  # not from the beginning
+
+
+def test_the_best_is_saved_even_if_an_update_was_skipped_just_before(tmp_path, monkeypatch):
+    values = iter([5.0, 1.0, 4.0])
+    original = loop.Trainer.step
+
+    def step(self, batches):
+        applied = original(self, batches)
+        if self.position.step == 8:
+            self.position.skipped_in_a_row = 1
+        elif self.position.step == 9:
+            self.position.skipped_in_a_row = 0
+        return applied
+
+    def ranked(self, nll, impossible):
+        return take(self, next(values), impossible)
+
+    take = loop.Position.take_evaluation
+    monkeypatch.setattr(loop.Trainer, "step", step)
+    monkeypatch.setattr(loop.Position, "take_evaluation", ranked)
+    folder = run(tmp_path, "training.max_steps=12", "evaluation.every_steps=4", "evaluation.every_epochs=null")
+    assert (folder / "checkpoints" / "step-00000008").is_dir()
+    assert (folder / "best").resolve().name == "step-00000008"
