@@ -327,6 +327,15 @@ def test_what_is_no_tree_is_named(tmp_path, text, message):
         made(tmp_path / "out", tmp_path / "bad.trees", trees=True)
 
 
+def test_trees_before_a_bad_one_are_kept(tmp_path):
+    good = [f"(S (NN a) (VB w{k}))" for k in range(50)]
+    (tmp_path / "bad.trees").write_text("\n".join([*good, "(S (NN a) b)", "(S (NN lost))"]))
+    folder = made(tmp_path / "out", tmp_path / "bad.trees", trees=True, on_error="skip")
+    assert (folder / "trees.txt").read_text().splitlines() == good
+    (message,) = read_manifest(folder).content["damage"]
+    assert "line 51" in message
+
+
 # ---- the hub's layout -----------------------------------------------------------------------------------------------
 
 
@@ -349,6 +358,19 @@ def test_a_folder_in_the_hubs_layout(tmp_path):
         made(tmp_path / "wrong", hub, split="train")
     with pytest.raises(UserError, match=r"nosuch"):
         made(tmp_path / "wrong2", hub, split="nosuch", text_field="sentence")
+
+
+def test_rows_of_the_hub_before_a_bad_one_are_kept(tmp_path, monkeypatch):
+    from lm_pcfg.corpus import prepare_shards
+
+    def rows_of_split(*arguments):
+        yield from ["a b"] * 50
+        raise ShardError("hub: damaged")
+
+    monkeypatch.setattr(prepare_shards, "rows_of_split", rows_of_split)
+    folder = made(tmp_path / "out", "some/text", split="train", on_error="skip")
+    assert read_manifest(folder).counts["lines"] == 50
+    assert read_manifest(folder).content["damage"] == ["hub: damaged"]
 
 
 # ---- PTB ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,18 @@ def rows_of(source: Input, options: ReadOptions) -> Iterator[list[Row]]:
         for _, part in scan(Path(source.name), source.number, options.field, ROWS_AT_A_TIME):
             yield part
         return
-    while rows := list(islice(texts, ROWS_AT_A_TIME)):
+    rows: list[Row] = []
+    try:
+        for row in texts:
+            rows.append(row)
+            if len(rows) == ROWS_AT_A_TIME:
+                yield rows
+                rows = []
+    except ShardError:
+        if rows:
+            yield rows  # what came before the damage is not lost
+        raise
+    if rows:
         yield rows
 
 
