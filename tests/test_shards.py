@@ -147,6 +147,20 @@ def test_a_parquet_file_with_brackets_in_its_name(tmp_path):
     )
 
 
+@pytest.mark.parametrize("sizes", [(0, 30), (20, 0, 0, 10), (30, 0), (15, 15)])
+def test_empty_row_groups_of_parquet_are_no_damage(tmp_path, sizes):
+    lines = random_lines(30)
+    table = pa.table({"text": lines})
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        at = 0
+        for size in sizes:
+            writer.write_table(table.slice(at, size))
+            at += size
+    groups = pq.ParquetFile(tmp_path / "a.parquet").metadata
+    assert [groups.row_group(k).num_rows for k in range(groups.num_row_groups)] == list(sizes)
+    assert words_by_line(stream_of(raw(tmp_path, [tmp_path / "a.parquet"], block_lines=8))) == expected(lines)
+
+
 def test_vocabulary_of_many_shards(tmp_path):
     lines = random_lines(120)
     files = [write_kind(tmp_path / f"{k}{kind}", lines[20 * k : 20 * k + 20]) for k, kind in enumerate(KINDS)]

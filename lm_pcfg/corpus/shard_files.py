@@ -185,7 +185,7 @@ def _take(content: Iterator[Row], count: int, path: Path) -> _Part:
 def _pieces(path: Path, field: str) -> Iterator[tuple[Any, Iterator[Row]]]:
     """(place to open it, rows from there): the row groups of Parquet, or a text as a whole."""
     if is_parquet(path):
-        for group in range(_parquet_groups(path, field)):
+        for group in _parquet_groups(path, field):
             yield group, rows_from(path, field, group)
     else:
         yield (_ByteCount() if opens_anywhere(path) else 0), rows_from(path, field, 0)
@@ -256,13 +256,17 @@ def _reading_failed(path: Path, error: BaseException) -> ShardError:
 # ---- Parquet, through datasets --------------------------------------------------------------------------------------
 
 
-def _parquet_groups(path: Path, field: str) -> int:
-    """Number of row groups of a Parquet file, after looking whether it has the field."""
+def _parquet_groups(path: Path, field: str) -> list[int]:
+    """The row groups of a Parquet file that have rows, after looking whether it has the field.
+
+    Empty ones are numbered too, here as in `datasets`, but it cannot read them.
+    """
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names, groups = file.schema_arrow.names, file.num_row_groups
+            names, metadata = file.schema_arrow.names, file.metadata
+            groups = [group for group in range(file.num_row_groups) if metadata.row_group(group).num_rows]
     except (OSError, pyarrow.ArrowException) as error:
         raise _damaged_parquet(path, error) from None
     if field not in names:
