@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,54 @@ def test_the_index_is_kept_and_made_anew_when_a_file_changes(tmp_path, monkeypat
         stored.write_text("{")  # half of it: as good as none
     raw(tmp_path, [file])
     assert calls == ["a.txt"] * 3
+
+
+def test_an_index_with_damage_is_made_anew(tmp_path, monkeypatch):
+    """A disk that failed once: the file is as it was, so its name, size and time say nothing."""
+    from lm_pcfg.corpus import raw_corpus
+
+    file = write_shard(tmp_path / "a.txt", ["w1 w2"] * 40)
+    options, store = RawOptions("text", 32, "skip"), IndexStore(tmp_path / "index")
+
+    def failing(*arguments):
+        yield from list(original(*arguments))[:1]
+        raise ShardError(f"{file}: reading failed")
+
+    original = raw_corpus.scan
+    with monkeypatch.context() as patch:
+        patch.setattr(raw_corpus, "scan", failing)
+        for _ in range(2):
+            assert raw(tmp_path, [file], on_error="skip").damage.files == [f"{file}: reading failed"]
+        assert build_vocabulary([file], options, VocabularyOptions(), store, processes=1).training_words == 64
+    assert raw(tmp_path, [file], on_error="skip").damage.files == []
+    calls = []
+    monkeypatch.setattr(raw_corpus, "index_shard", lambda *a: calls.append(a))
+    assert raw(tmp_path, [file], on_error="skip").damage.files == []
+    assert calls == []  # what has no damage is kept
+    monkeypatch.undo()
+    assert build_vocabulary([file], options, VocabularyOptions(), store, processes=1).training_words == 80
+
+
+def test_ranks_that_waited_share_an_index_with_damage(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+    from threading import Event
+
+    store, begun, calls = IndexStore(tmp_path / "index"), Event(), []
+
+    def make():
+        calls.append(1)
+        begun.set()
+        time.sleep(0.5)
+        return {"damaged": True}
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(store.get, {}, make)
+        assert begun.wait(10)
+        others = [pool.submit(store.get, {}, make) for _ in range(2)]
+    assert [other.result() for other in others] == [first.result()] * 2
+    assert len(calls) == 1
+    store.get({}, make)
+    assert len(calls) == 2
 
 
 # ---- bad shards -----------------------------------------------------------------------------------------------------
