@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import os
@@ -87,7 +88,7 @@ def test_every_kind_of_input_gives_the_same_corpus(tmp_path, kind, processes):
     assert sum(histogram.values()) == counts["lines"]
     assert manifest.content["versions"]["pyarrow"]
     assert len(manifest.shards) == 3 * 3 - 1  # 90, 90, 20 of 200 lines; 90, 10 of the last 100
-    assert not list((folder / "shards").glob("*.json")) + list(folder.rglob("*.tmp")) + list(folder.glob(".lock"))
+    assert not list((folder / "shards").glob("*.json")) + list(folder.rglob("*.tmp"))
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
@@ -210,6 +211,17 @@ def test_another_corpus_does_not_go_into_the_same_folder(tmp_path):
         made(tmp_path / "twice", tmp_path / "out")
 
 
+def test_one_prepare_at_a_time(tmp_path):
+    write_shard(tmp_path / "a.txt", ["a b"] * 10)
+    made(tmp_path / "out", tmp_path / "a.txt")
+    lock = tmp_path / "out/.lock"
+    with lock.open("w") as held:  # it stays when a call ends, so that all calls lock the same file
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another lm_pcfg prepare"):
+            made(tmp_path / "out", tmp_path / "a.txt")
+    made(tmp_path / "out", tmp_path / "a.txt")
+
+
 def test_after_a_failure_the_input_can_be_mended_or_passed_over(tmp_path, capsys):
     (tmp_path / "v.txt").write_text("a b c")
     existing = str(made(tmp_path / "vocabulary", tmp_path / "v.txt"))
@@ -327,6 +339,13 @@ def test_what_is_no_tree_is_named(tmp_path, text, message):
         made(tmp_path / "out", tmp_path / "bad.trees", trees=True)
 
 
+@pytest.mark.parametrize("depth", [1, 500, 3000])
+def test_trees_may_be_deep(depth):
+    tree = "(X (A a) " * depth + "(B b)" + ")" * depth
+    assert list(read_trees([f"( {tree})", "( ( (NN c)))"])) == [tree, "(NN c)"]
+    assert len(words_of(tree)) == depth + 1
+
+
 def test_trees_before_a_bad_one_are_kept(tmp_path):
     good = [f"(S (NN a) (VB w{k}))" for k in range(50)]
     (tmp_path / "bad.trees").write_text("\n".join([*good, "(S (NN a) b)", "(S (NN lost))"]))
@@ -418,6 +437,12 @@ def test_ptb_that_is_not_mikolovs_is_refused(mikolov, tmp_path):
         ptb.prepare_ptb(str(tmp_path), tmp_path / "out")
     with pytest.raises(UserError, match="no such folder"):
         ptb.prepare_ptb(str(tmp_path / "nowhere"), tmp_path / "out")
+
+
+def test_ptb_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "ptb.train.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(UserError, match=r"ptb\.train\.txt: cannot be read"):
+        ptb.prepare_ptb(str(tmp_path), tmp_path / "out")
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

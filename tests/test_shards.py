@@ -22,6 +22,7 @@ from lm_pcfg.corpus.shard_files import ShardError, find_shards
 from lm_pcfg.corpus.shard_stream import ShardStream, Source
 from lm_pcfg.corpus.text import TextError
 from lm_pcfg.corpus.vocabulary import VocabularyOptions
+from lm_pcfg.errors import UserError
 from shards import NUMBERS, lines_of, random_lines, take_epoch, threads_as_workers, write_shard
 
 KINDS = [".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".parquet"]
@@ -220,6 +221,11 @@ def test_an_index_with_damage_is_made_anew(tmp_path, monkeypatch):
     assert calls == []  # what has no damage is kept
     monkeypatch.undo()
     assert build_vocabulary([file], options, VocabularyOptions(), store, processes=1).training_words == 80
+
+
+def test_an_index_folder_that_cannot_be_written_is_one_line():
+    with pytest.raises(UserError, match=r"^/proc/\S+: cannot be written \(.*\); set data.index_folder"):
+        IndexStore(Path("/proc")).get({}, dict)
 
 
 def test_ranks_that_waited_share_an_index_with_damage(tmp_path):

@@ -174,8 +174,7 @@ def _alone(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         with (out / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-        (out / ".lock").unlink(missing_ok=True)
+            yield  # the file stays: another call may have it open, and would hold the lock of a file without a name
     except BlockingIOError:
         raise UserError(f"{out}: another lm_pcfg prepare is at work in it") from None
     except FileExistsError:

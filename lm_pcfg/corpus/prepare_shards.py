@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -233,7 +234,7 @@ def write_ids(path: Path, lengths: np.ndarray, ids: np.ndarray, columns: dict[st
         IDS: pyarrow.LargeListArray.from_arrays(offsets, ids).cast(pyarrow.list_(pyarrow.int32())),
         **{name: pyarrow.array(values, pyarrow.string()) for name, values in (columns or {}).items()},
     })  # fmt: skip
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     pyarrow.parquet.write_table(
         table, beside, row_group_size=ROW_GROUP_LINES, compression="zstd", write_page_checksum=True
     )

@@ -160,7 +160,14 @@ class IndexStore:
 
     @contextlib.contextmanager
     def _alone(self, name: str) -> Iterator[None]:
-        with open(self.folder / f".{name}.lock", "w") as lock:
+        file = self.folder / f".{name}.lock"
+        try:
+            lock = file.open("w")
+        except OSError as error:
+            raise UserError(
+                f"{file}: cannot be written ({error.strerror}); set data.index_folder to a place that can"
+            ) from None
+        with lock:
             with contextlib.suppress(OSError):  # a file system without locks: work is done twice, and no harm
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
