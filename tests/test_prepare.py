@@ -211,6 +211,30 @@ def test_another_corpus_does_not_go_into_the_same_folder(tmp_path):
         made(tmp_path / "twice", tmp_path / "out")
 
 
+def test_what_prepare_made_is_no_input(tmp_path, capsys):
+    (tmp_path / "in/deep").mkdir(parents=True)
+    write_shard(tmp_path / "in/a.txt", ["a b"] * 10)
+    write_shard(tmp_path / "in/deep/b.txt", ["c"] * 10)
+    (tmp_path / "in/deep/manifest.json").write_text("{}")  # of someone else
+    folder = tmp_path / "in/prepared"
+    for _ in range(2):
+        made(folder, tmp_path / "in")
+        assert [Path(item["name"]).name for item in read_manifest(folder).content["inputs"]] == ["a.txt", "b.txt"]
+    told = capsys.readouterr().err
+    assert "was prepared before" in told
+    assert "left out" not in told
+    (folder / "manifest.json").unlink()  # as if it was killed
+    assert read_manifest(made(folder, tmp_path / "in")).counts["lines"] == 20
+    other = made(tmp_path / "in/other", tmp_path / "in")
+    assert f"{folder} was made by lm_pcfg prepare" in capsys.readouterr().err
+    assert read_manifest(other).counts["lines"] == 20
+    (tmp_path / "in/t.trees").write_text("(S (NN a))")
+    for _ in range(2):
+        made(tmp_path / "in/trees", tmp_path / "in/**/*t*.t*", trees=True)  # its trees.txt would match
+    with pytest.raises(UserError, match="is not empty"):
+        made(tmp_path / "in", tmp_path / "in")
+
+
 def test_one_prepare_at_a_time(tmp_path):
     write_shard(tmp_path / "a.txt", ["a b"] * 10)
     made(tmp_path / "out", tmp_path / "a.txt")

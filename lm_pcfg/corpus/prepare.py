@@ -74,7 +74,7 @@ class PrepareOptions:
 
 def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, processes: int | None = None) -> Manifest:
     """Returns the manifest of the finished corpus. processes: None leaves it to the size of the inputs."""
-    found = find_inputs(inputs, options)
+    found = find_inputs(inputs, options, out)
     if processes is None:
         on_hub = any(item.split for item in found)
         processes = usable_cores() if on_hub else worth_using(Path(item.name) for item in found)
@@ -99,14 +99,14 @@ def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, proces
         return manifest
 
 
-def find_inputs(inputs: Sequence[str], options: PrepareOptions) -> list[Input]:
+def find_inputs(inputs: Sequence[str], options: PrepareOptions, out: Path) -> list[Input]:
     if any(name == "-" for name in inputs):
         raise UserError("prepare reads its inputs more than once, so they cannot be standard input (-); save a file")
     for name in inputs:
         if is_prepared(name):
             raise UserError(f"{name}: is a prepared corpus already; train with data.train={name}")
     on_hub = [name for name in inputs if options.split is not None or looks_like_hub_name(name)]
-    files = find_shards([name for name in inputs if name not in on_hub], trees=options.trees)
+    files = find_shards([name for name in inputs if name not in on_hub], trees=options.trees, out=out)
     if on_hub and options.trees:
         raise UserError(f"{on_hub[0]}: --trees reads files of bracketed trees, not texts of the hub")
     names = [(str(file), None) for file in files] + [(name, options.split or "train") for name in on_hub]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import glob
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from lm_pcfg.console import say
 from lm_pcfg.corpus.text import (
     BINARY_CHECK_BYTES,
     COMPRESSION,
@@ -54,8 +56,11 @@ class Chunk:
 # ---- which files ----------------------------------------------------------------------------------------------------
 
 
-def find_shards(inputs: Sequence[str], *, trees: bool = False) -> list[Path]:
-    """Files, folders (searched below), glob patterns and `embedded:` names -> files; those of one input sorted."""
+def find_shards(inputs: Sequence[str], *, trees: bool = False, out: Path | None = None) -> list[Path]:
+    """Files, folders (searched below), glob patterns and `embedded:` names -> files; those of one input sorted.
+
+    Of a folder, what is hidden or was made by `prepare` is left out; nor is anything below `out` an input.
+    """
     # A .json beside the shards is often about them; as a shard it is given by name or pattern.
     suffixes = TREE_SUFFIXES if trees else TEXT_SUFFIXES | PARQUET_SUFFIXES | (JSON_SUFFIXES - {".json"})
     files: list[Path] = []
@@ -65,17 +70,14 @@ def find_shards(inputs: Sequence[str], *, trees: bool = False) -> list[Path]:
             continue
         path = Path(name)
         if path.is_dir():
-            below = [
-                file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts)
-            ]
-            found = sorted(file for file in below if _suffix(file) in suffixes and file.is_file())
+            found = sorted(file for file in _files_below(path, out) if _suffix(file) in suffixes and file.is_file())
             if not found:
                 kinds = "bracketed trees" if trees else "text, JSON lines or Parquet"
                 raise TextError(f"{name}: no file of {kinds} in this folder ({', '.join(sorted(suffixes))})")
             files += found
         elif not path.exists() and glob.has_magic(name):
             matches = sorted(Path(match) for match in glob.glob(name, recursive=True))
-            found = [match for match in matches if match.is_file()]
+            found = [match for match in matches if match.is_file() and not _is_below(match, out)]
             if not found:
                 raise TextError(f"{name}: no file matches this pattern (it starts at {Path.cwd()})")
             files += found
@@ -87,6 +89,33 @@ def find_shards(inputs: Sequence[str], *, trees: bool = False) -> list[Path]:
     if twice:
         raise TextError(f"{min(twice)}: given twice; its lines would count twice")
     return files
+
+
+def _files_below(folder: Path, out: Path | None) -> Iterator[Path]:
+    for root, folders, files in os.walk(folder):
+        for name in list(folders):
+            below = Path(root, name)
+            made = not name.startswith(".") and _made_by_prepare(below)
+            if made and not _is_below(below, out):
+                say(f"{below} was made by lm_pcfg prepare; it is no input for {folder}, and left out")
+            if name.startswith(".") or made or _is_same(below, out):
+                folders.remove(name)
+        yield from (Path(root, name) for name in files if not name.startswith("."))
+
+
+def _made_by_prepare(folder: Path) -> bool:
+    """Finished or not. Other people have a manifest.json, too, but hardly with these beside it."""
+    return (folder / "shards").is_dir() and (
+        (folder / "prepare.json").is_file() or ((folder / "manifest.json").is_file() and (folder / "vocab").is_dir())
+    )
+
+
+def _is_same(path: Path, out: Path | None) -> bool:
+    return out is not None and path.resolve() == out.resolve()
+
+
+def _is_below(path: Path, out: Path | None) -> bool:
+    return out is not None and path.resolve().is_relative_to(out.resolve())
 
 
 def _suffix(path: Path) -> str:
