@@ -163,6 +163,12 @@ def test_empty_row_groups_of_parquet_are_no_damage(tmp_path, sizes):
     assert words_by_line(stream_of(raw(tmp_path, [tmp_path / "a.parquet"], block_lines=8))) == expected(lines)
 
 
+def test_a_parquet_file_that_was_written_anew_is_read_anew(tmp_path):
+    for lines in (random_lines(100, seed=1), random_lines(300, seed=2)):  # 2 row groups, then 5
+        file = write_kind(tmp_path / "a.parquet", lines)
+        assert words_by_line(stream_of(raw(tmp_path, [file]))) == expected(lines)
+
+
 def test_vocabulary_of_many_shards(tmp_path):
     lines = random_lines(120)
     files = [write_kind(tmp_path / f"{k}{kind}", lines[20 * k : 20 * k + 20]) for k, kind in enumerate(KINDS)]

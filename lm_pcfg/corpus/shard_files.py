@@ -311,8 +311,8 @@ def _damaged_parquet(path: Path, error: BaseException) -> ShardError:
 
 
 @lru_cache(maxsize=8)
-def _parquet_stream(path: Path, field: str) -> Any:
-    """A `datasets` stream of Arrow tables whose shards are the row groups of the file."""
+def _parquet_stream(path: Path, field: str, size: int, changed: int) -> Any:
+    """A `datasets` stream of Arrow tables whose shards are the row groups of the file; it holds for this content."""
     import datasets
     import pyarrow.dataset
 
@@ -331,7 +331,8 @@ def parquet_tables(path: Path, field: str, group: int) -> Iterator[Any]:
     import pyarrow
 
     try:
-        stream = _parquet_stream(path, field)
+        stat = path.stat()
+        stream = _parquet_stream(path, field, stat.st_size, stat.st_mtime_ns)
         for table in stream.shard(stream.num_shards, group).iter(batch_size=PARQUET_ROWS_AT_A_TIME):
             yield table.column(field).combine_chunks()
     except (OSError, ValueError, IndexError, pyarrow.ArrowException) as error:
