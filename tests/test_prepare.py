@@ -18,7 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from lm_pcfg.cli import app
 from lm_pcfg.corpus import embedded, ptb
 from lm_pcfg.corpus.batches import BatchOptions
 from lm_pcfg.corpus.blocks import in_memory
@@ -493,6 +495,28 @@ def test_mistakes_get_one_line(arguments, status, message, tmp_path):
     (tmp_path / "a.txt").write_text("the cat sat\n" * 5)
     (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n')
     assert message in one_line_error(command(*arguments, cwd=tmp_path), status)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "options", "named"),
+    [
+        ("unigram", ["--lowercase"], "--lowercase"),
+        ("bpe", ["--min-count", "2", "--fold-numbers"], "--min-count, --fold-numbers"),
+        ("bpe", ["--config", "c.yaml"], "--config"),
+        ("bpe", ["--size", "0"], "--size 0"),
+        ("words", ["--byte-fallback"], "--byte-fallback"),
+        ("some.model", ["--size", "5", "--byte-fallback"], "--size, --byte-fallback"),
+        ("some.model", ["--lowercase"], "--lowercase"),
+    ],
+)
+def test_options_that_would_not_be_heeded_are_refused(vocabulary, options, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("the cat\n")
+    result = CliRunner().invoke(app, ["prepare", "a.txt", "--out", "out", "--vocabulary", vocabulary, *options],
+                                env={"COLUMNS": "300", "TERM": "dumb"})  # fmt: skip
+    assert result.exit_code == 2
+    assert named in result.output
+    assert not Path("out").exists()
 
 
 def test_options_of_words_from_a_config(tmp_path):
