@@ -405,6 +405,17 @@ def test_a_folder_in_the_hubs_layout(tmp_path):
         made(tmp_path / "wrong2", hub, split="nosuch", text_field="sentence")
 
 
+def test_a_folder_in_the_hubs_layout_that_changed(tmp_path, capsys):
+    hub = hub_folder(tmp_path / "hub", train=["a b"] * 5)
+    options = {"split": "train", "text_field": "sentence"}
+    for _ in range(2):
+        made(hub / "out", hub, **options)
+    assert "was prepared before" in capsys.readouterr().err
+    pq.write_table(pa.table({"sentence": ["c d"] * 5}), hub / "data/train-00000-of-00001.parquet")
+    with pytest.raises(UserError, match="the input files changed"):
+        made(hub / "out", hub, **options)
+
+
 def test_rows_of_the_hub_before_a_bad_one_are_kept(tmp_path, monkeypatch):
     from lm_pcfg.corpus import prepare_shards
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -46,7 +47,7 @@ from lm_pcfg.corpus.prepared import (
     verify,
 )
 from lm_pcfg.corpus.processes import in_processes, usable_cores, worth_using
-from lm_pcfg.corpus.shard_files import OnError, find_shards
+from lm_pcfg.corpus.shard_files import OnError, files_below, find_shards
 from lm_pcfg.corpus.vocabularies import AnyVocabulary, load_vocabulary
 from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE, Vocabulary, VocabularyError, VocabularyOptions, replace_file
 from lm_pcfg.errors import UserError
@@ -112,10 +113,23 @@ def find_inputs(inputs: Sequence[str], options: PrepareOptions, out: Path) -> li
     names = [(str(file), None) for file in files] + [(name, options.split or "train") for name in on_hub]
     found = []
     for number, (name, split) in enumerate(names):
-        stat = Path(name).stat() if split is None else None
-        size, changed = (stat.st_size, stat.st_mtime_ns) if stat else (0, 0)
+        size, changed = _size_and_change(Path(name), out)
         found.append(Input(number, name, split, options.configuration, size, changed))
     return found
+
+
+def _size_and_change(path: Path, out: Path) -> tuple[int, int]:
+    """What tells whether an input is as it was; of the hub, nothing."""
+    if path.is_dir():
+        stats = sorted(
+            (str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns)
+            for file in files_below(path, out) if file.is_file()
+        )  # fmt: skip
+        digest = hashlib.sha256(json.dumps(stats).encode()).digest()
+        return sum(size for _, size, _ in stats), int.from_bytes(digest[:8])
+    if not path.exists():
+        return 0, 0
+    return path.stat().st_size, path.stat().st_mtime_ns
 
 
 # ---- one folder, one corpus -----------------------------------------------------------------------------------------

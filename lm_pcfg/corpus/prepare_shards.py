@@ -34,14 +34,14 @@ SHARD_BYTES = 256 << 20  # of text: long lines make shards of fewer
 
 @dataclass(frozen=True)
 class Input:
-    """A file, or one split of a text on the hub."""
+    """A file, or one split of a text on the hub or of a folder in its layout."""
 
     number: int
     name: str
     split: str | None = None  # of the hub
     configuration: str | None = None
-    size: int = 0  # of the file
-    changed: int = 0  # when, in nanoseconds
+    size: int = 0  # of the file, or of all files of the folder
+    changed: int = 0  # when, in nanoseconds; of a folder, a hash of the names, sizes and times of its files
 
 
 @dataclass(frozen=True)

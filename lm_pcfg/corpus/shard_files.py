@@ -70,7 +70,7 @@ def find_shards(inputs: Sequence[str], *, trees: bool = False, out: Path | None 
             continue
         path = Path(name)
         if path.is_dir():
-            found = sorted(file for file in _files_below(path, out) if _suffix(file) in suffixes and file.is_file())
+            found = sorted(file for file in files_below(path, out) if _suffix(file) in suffixes and file.is_file())
             if not found:
                 kinds = "bracketed trees" if trees else "text, JSON lines or Parquet"
                 raise TextError(f"{name}: no file of {kinds} in this folder ({', '.join(sorted(suffixes))})")
@@ -91,7 +91,8 @@ def find_shards(inputs: Sequence[str], *, trees: bool = False, out: Path | None 
     return files
 
 
-def _files_below(folder: Path, out: Path | None) -> Iterator[Path]:
+def files_below(folder: Path, out: Path | None) -> Iterator[Path]:
+    """But what is hidden, was made by `prepare`, or is in `out`."""
     for root, folders, files in os.walk(folder):
         for name in list(folders):
             below = Path(root, name)
