@@ -57,6 +57,11 @@ def prepare(
         raise typer.BadParameter("--source belongs to `prepare ptb`; give the inputs themselves")
     if out is None:
         raise typer.BadParameter("--out FOLDER is missing: where should the prepared corpus go?")
+    of_words = {"--min-count": min_count != 1, "--lowercase": lowercase, "--fold-numbers": fold_numbers}
+    _refuse_unused(vocabulary, {"--size": size is not None, **of_words, "--config": config is not None,
+                                "--byte-fallback": byte_fallback})  # fmt: skip
+    if vocabulary in ("unigram", "bpe") and size == 0:
+        raise typer.BadParameter(f"--size 0 is for words; say how many pieces --vocabulary {vocabulary} should have")
     from lm_pcfg.corpus import prepare as preparing
     from lm_pcfg.corpus.prepared import describe
 
@@ -69,6 +74,18 @@ def prepare(
     )  # fmt: skip
     manifest = preparing.prepare(inputs, out, options, processes=processes)
     show(describe(manifest), as_json)
+
+
+def _refuse_unused(vocabulary: str, given: dict[str, bool]) -> None:
+    """Options that this kind of vocabulary would not heed."""
+    used = {
+        "words": given.keys() - {"--byte-fallback"},
+        "unigram": {"--size", "--byte-fallback"},
+        "bpe": {"--size", "--byte-fallback"},
+    }.get(vocabulary, set())
+    if unused := [name for name, there in given.items() if there and name not in used]:
+        which = f"--vocabulary {vocabulary}" if used else f"the vocabulary {vocabulary}, which exists already"
+        raise typer.BadParameter(f"{', '.join(unused)} would change nothing with {which}; leave it out")
 
 
 def _word_options(config: Path | None, size: int | None, min_count: int, lowercase: bool, fold_numbers: bool) -> Any:

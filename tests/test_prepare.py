@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import os
@@ -17,7 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from lm_pcfg.cli import app
 from lm_pcfg.corpus import embedded, ptb
 from lm_pcfg.corpus.batches import BatchOptions
 from lm_pcfg.corpus.blocks import in_memory
@@ -87,7 +90,7 @@ def test_every_kind_of_input_gives_the_same_corpus(tmp_path, kind, processes):
     assert sum(histogram.values()) == counts["lines"]
     assert manifest.content["versions"]["pyarrow"]
     assert len(manifest.shards) == 3 * 3 - 1  # 90, 90, 20 of 200 lines; 90, 10 of the last 100
-    assert not list((folder / "shards").glob("*.json")) + list(folder.rglob("*.tmp")) + list(folder.glob(".lock"))
+    assert not list((folder / "shards").glob("*.json")) + list(folder.rglob("*.tmp"))
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
@@ -210,6 +213,41 @@ def test_another_corpus_does_not_go_into_the_same_folder(tmp_path):
         made(tmp_path / "twice", tmp_path / "out")
 
 
+def test_what_prepare_made_is_no_input(tmp_path, capsys):
+    (tmp_path / "in/deep").mkdir(parents=True)
+    write_shard(tmp_path / "in/a.txt", ["a b"] * 10)
+    write_shard(tmp_path / "in/deep/b.txt", ["c"] * 10)
+    (tmp_path / "in/deep/manifest.json").write_text("{}")  # of someone else
+    folder = tmp_path / "in/prepared"
+    for _ in range(2):
+        made(folder, tmp_path / "in")
+        assert [Path(item["name"]).name for item in read_manifest(folder).content["inputs"]] == ["a.txt", "b.txt"]
+    told = capsys.readouterr().err
+    assert "was prepared before" in told
+    assert "left out" not in told
+    (folder / "manifest.json").unlink()  # as if it was killed
+    assert read_manifest(made(folder, tmp_path / "in")).counts["lines"] == 20
+    other = made(tmp_path / "in/other", tmp_path / "in")
+    assert f"{folder} was made by lm_pcfg prepare" in capsys.readouterr().err
+    assert read_manifest(other).counts["lines"] == 20
+    (tmp_path / "in/t.trees").write_text("(S (NN a))")
+    for _ in range(2):
+        made(tmp_path / "in/trees", tmp_path / "in/**/*t*.t*", trees=True)  # its trees.txt would match
+    with pytest.raises(UserError, match="is not empty"):
+        made(tmp_path / "in", tmp_path / "in")
+
+
+def test_one_prepare_at_a_time(tmp_path):
+    write_shard(tmp_path / "a.txt", ["a b"] * 10)
+    made(tmp_path / "out", tmp_path / "a.txt")
+    lock = tmp_path / "out/.lock"
+    with lock.open("w") as held:  # it stays when a call ends, so that all calls lock the same file
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another lm_pcfg prepare"):
+            made(tmp_path / "out", tmp_path / "a.txt")
+    made(tmp_path / "out", tmp_path / "a.txt")
+
+
 def test_after_a_failure_the_input_can_be_mended_or_passed_over(tmp_path, capsys):
     (tmp_path / "v.txt").write_text("a b c")
     existing = str(made(tmp_path / "vocabulary", tmp_path / "v.txt"))
@@ -327,6 +365,22 @@ def test_what_is_no_tree_is_named(tmp_path, text, message):
         made(tmp_path / "out", tmp_path / "bad.trees", trees=True)
 
 
+@pytest.mark.parametrize("depth", [1, 500, 3000])
+def test_trees_may_be_deep(depth):
+    tree = "(X (A a) " * depth + "(B b)" + ")" * depth
+    assert list(read_trees([f"( {tree})", "( ( (NN c)))"])) == [tree, "(NN c)"]
+    assert len(words_of(tree)) == depth + 1
+
+
+def test_trees_before_a_bad_one_are_kept(tmp_path):
+    good = [f"(S (NN a) (VB w{k}))" for k in range(50)]
+    (tmp_path / "bad.trees").write_text("\n".join([*good, "(S (NN a) b)", "(S (NN lost))"]))
+    folder = made(tmp_path / "out", tmp_path / "bad.trees", trees=True, on_error="skip")
+    assert (folder / "trees.txt").read_text().splitlines() == good
+    (message,) = read_manifest(folder).content["damage"]
+    assert "line 51" in message
+
+
 # ---- the hub's layout -----------------------------------------------------------------------------------------------
 
 
@@ -349,6 +403,30 @@ def test_a_folder_in_the_hubs_layout(tmp_path):
         made(tmp_path / "wrong", hub, split="train")
     with pytest.raises(UserError, match=r"nosuch"):
         made(tmp_path / "wrong2", hub, split="nosuch", text_field="sentence")
+
+
+def test_a_folder_in_the_hubs_layout_that_changed(tmp_path, capsys):
+    hub = hub_folder(tmp_path / "hub", train=["a b"] * 5)
+    options = {"split": "train", "text_field": "sentence"}
+    for _ in range(2):
+        made(hub / "out", hub, **options)
+    assert "was prepared before" in capsys.readouterr().err
+    pq.write_table(pa.table({"sentence": ["c d"] * 5}), hub / "data/train-00000-of-00001.parquet")
+    with pytest.raises(UserError, match="the input files changed"):
+        made(hub / "out", hub, **options)
+
+
+def test_rows_of_the_hub_before_a_bad_one_are_kept(tmp_path, monkeypatch):
+    from lm_pcfg.corpus import prepare_shards
+
+    def rows_of_split(*arguments):
+        yield from ["a b"] * 50
+        raise ShardError("hub: damaged")
+
+    monkeypatch.setattr(prepare_shards, "rows_of_split", rows_of_split)
+    folder = made(tmp_path / "out", "some/text", split="train", on_error="skip")
+    assert read_manifest(folder).counts["lines"] == 50
+    assert read_manifest(folder).content["damage"] == ["hub: damaged"]
 
 
 # ---- PTB ------------------------------------------------------------------------------------------------------------
@@ -398,6 +476,12 @@ def test_ptb_that_is_not_mikolovs_is_refused(mikolov, tmp_path):
         ptb.prepare_ptb(str(tmp_path / "nowhere"), tmp_path / "out")
 
 
+def test_ptb_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "ptb.train.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(UserError, match=r"ptb\.train\.txt: cannot be read"):
+        ptb.prepare_ptb(str(tmp_path), tmp_path / "out")
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +506,28 @@ def test_mistakes_get_one_line(arguments, status, message, tmp_path):
     (tmp_path / "a.txt").write_text("the cat sat\n" * 5)
     (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n')
     assert message in one_line_error(command(*arguments, cwd=tmp_path), status)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "options", "named"),
+    [
+        ("unigram", ["--lowercase"], "--lowercase"),
+        ("bpe", ["--min-count", "2", "--fold-numbers"], "--min-count, --fold-numbers"),
+        ("bpe", ["--config", "c.yaml"], "--config"),
+        ("bpe", ["--size", "0"], "--size 0"),
+        ("words", ["--byte-fallback"], "--byte-fallback"),
+        ("some.model", ["--size", "5", "--byte-fallback"], "--size, --byte-fallback"),
+        ("some.model", ["--lowercase"], "--lowercase"),
+    ],
+)
+def test_options_that_would_not_be_heeded_are_refused(vocabulary, options, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("the cat\n")
+    result = CliRunner().invoke(app, ["prepare", "a.txt", "--out", "out", "--vocabulary", vocabulary, *options],
+                                env={"COLUMNS": "300", "TERM": "dumb"})  # fmt: skip
+    assert result.exit_code == 2
+    assert named in result.output
+    assert not Path("out").exists()
 
 
 def test_options_of_words_from_a_config(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from lm_pcfg.corpus.shard_files import ShardError, find_shards
 from lm_pcfg.corpus.shard_stream import ShardStream, Source
 from lm_pcfg.corpus.text import TextError
 from lm_pcfg.corpus.vocabulary import VocabularyOptions
+from lm_pcfg.errors import UserError
 from shards import NUMBERS, lines_of, random_lines, take_epoch, threads_as_workers, write_shard
 
 KINDS = [".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".parquet"]
@@ -147,6 +149,26 @@ def test_a_parquet_file_with_brackets_in_its_name(tmp_path):
     )
 
 
+@pytest.mark.parametrize("sizes", [(0, 30), (20, 0, 0, 10), (30, 0), (15, 15)])
+def test_empty_row_groups_of_parquet_are_no_damage(tmp_path, sizes):
+    lines = random_lines(30)
+    table = pa.table({"text": lines})
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        at = 0
+        for size in sizes:
+            writer.write_table(table.slice(at, size))
+            at += size
+    groups = pq.ParquetFile(tmp_path / "a.parquet").metadata
+    assert [groups.row_group(k).num_rows for k in range(groups.num_row_groups)] == list(sizes)
+    assert words_by_line(stream_of(raw(tmp_path, [tmp_path / "a.parquet"], block_lines=8))) == expected(lines)
+
+
+def test_a_parquet_file_that_was_written_anew_is_read_anew(tmp_path):
+    for lines in (random_lines(100, seed=1), random_lines(300, seed=2)):  # 2 row groups, then 5
+        file = write_kind(tmp_path / "a.parquet", lines)
+        assert words_by_line(stream_of(raw(tmp_path, [file]))) == expected(lines)
+
+
 def test_vocabulary_of_many_shards(tmp_path):
     lines = random_lines(120)
     files = [write_kind(tmp_path / f"{k}{kind}", lines[20 * k : 20 * k + 20]) for k, kind in enumerate(KINDS)]
@@ -179,6 +201,59 @@ def test_the_index_is_kept_and_made_anew_when_a_file_changes(tmp_path, monkeypat
         stored.write_text("{")  # half of it: as good as none
     raw(tmp_path, [file])
     assert calls == ["a.txt"] * 3
+
+
+def test_an_index_with_damage_is_made_anew(tmp_path, monkeypatch):
+    """A disk that failed once: the file is as it was, so its name, size and time say nothing."""
+    from lm_pcfg.corpus import raw_corpus
+
+    file = write_shard(tmp_path / "a.txt", ["w1 w2"] * 40)
+    options, store = RawOptions("text", 32, "skip"), IndexStore(tmp_path / "index")
+
+    def failing(*arguments):
+        yield from list(original(*arguments))[:1]
+        raise ShardError(f"{file}: reading failed")
+
+    original = raw_corpus.scan
+    with monkeypatch.context() as patch:
+        patch.setattr(raw_corpus, "scan", failing)
+        for _ in range(2):
+            assert raw(tmp_path, [file], on_error="skip").damage.files == [f"{file}: reading failed"]
+        assert build_vocabulary([file], options, VocabularyOptions(), store, processes=1).training_words == 64
+    assert raw(tmp_path, [file], on_error="skip").damage.files == []
+    calls = []
+    monkeypatch.setattr(raw_corpus, "index_shard", lambda *a: calls.append(a))
+    assert raw(tmp_path, [file], on_error="skip").damage.files == []
+    assert calls == []  # what has no damage is kept
+    monkeypatch.undo()
+    assert build_vocabulary([file], options, VocabularyOptions(), store, processes=1).training_words == 80
+
+
+def test_an_index_folder_that_cannot_be_written_is_one_line():
+    with pytest.raises(UserError, match=r"^/proc/\S+: cannot be written \(.*\); set data.index_folder"):
+        IndexStore(Path("/proc")).get({}, dict)
+
+
+def test_ranks_that_waited_share_an_index_with_damage(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+    from threading import Event
+
+    store, begun, calls = IndexStore(tmp_path / "index"), Event(), []
+
+    def make():
+        calls.append(1)
+        begun.set()
+        time.sleep(0.5)
+        return {"damaged": True}
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(store.get, {}, make)
+        assert begun.wait(10)
+        others = [pool.submit(store.get, {}, make) for _ in range(2)]
+    assert [other.result() for other in others] == [first.result()] * 2
+    assert len(calls) == 1
+    store.get({}, make)
+    assert len(calls) == 2
 
 
 # ---- bad shards -----------------------------------------------------------------------------------------------------

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyError, VocabularyOptions, normalise
+from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyError, VocabularyOptions, normalise, replace_file
 
 TEXT = [line.split() for line in ("the cat sat", "the dog sat", "the Cat ran 1,234.5 miles", "<unk> dog")]
 
@@ -161,3 +162,16 @@ def test_texts_that_make_no_vocabulary() -> None:
     for wrong in ({"size": 0}, {"min_count": 0}):
         with pytest.raises(VocabularyError):
             VocabularyOptions(**wrong)
+
+
+def test_files_are_replaced_whole_by_many_writers_at_once(tmp_path: Path) -> None:
+    """All of one process id, as in containers on hosts that share a folder."""
+    contents = [bytes([65 + k]) * 10_000 for k in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(replace_file, tmp_path / "a", content) for content in contents * 5]:
+            done.result()
+    assert (tmp_path / "a").read_bytes() in contents
+    with pytest.raises(OSError):  # noqa: PT011 - whichever
+        replace_file(tmp_path, b"a folder is in the way")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert not list(tmp_path.parent.glob("*.tmp"))

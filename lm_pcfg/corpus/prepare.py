@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -46,7 +47,7 @@ from lm_pcfg.corpus.prepared import (
     verify,
 )
 from lm_pcfg.corpus.processes import in_processes, usable_cores, worth_using
-from lm_pcfg.corpus.shard_files import OnError, find_shards
+from lm_pcfg.corpus.shard_files import OnError, files_below, find_shards
 from lm_pcfg.corpus.vocabularies import AnyVocabulary, load_vocabulary
 from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE, Vocabulary, VocabularyError, VocabularyOptions, replace_file
 from lm_pcfg.errors import UserError
@@ -74,7 +75,7 @@ class PrepareOptions:
 
 def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, processes: int | None = None) -> Manifest:
     """Returns the manifest of the finished corpus. processes: None leaves it to the size of the inputs."""
-    found = find_inputs(inputs, options)
+    found = find_inputs(inputs, options, out)
     if processes is None:
         on_hub = any(item.split for item in found)
         processes = usable_cores() if on_hub else worth_using(Path(item.name) for item in found)
@@ -99,23 +100,36 @@ def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, proces
         return manifest
 
 
-def find_inputs(inputs: Sequence[str], options: PrepareOptions) -> list[Input]:
+def find_inputs(inputs: Sequence[str], options: PrepareOptions, out: Path) -> list[Input]:
     if any(name == "-" for name in inputs):
         raise UserError("prepare reads its inputs more than once, so they cannot be standard input (-); save a file")
     for name in inputs:
         if is_prepared(name):
             raise UserError(f"{name}: is a prepared corpus already; train with data.train={name}")
     on_hub = [name for name in inputs if options.split is not None or looks_like_hub_name(name)]
-    files = find_shards([name for name in inputs if name not in on_hub], trees=options.trees)
+    files = find_shards([name for name in inputs if name not in on_hub], trees=options.trees, out=out)
     if on_hub and options.trees:
         raise UserError(f"{on_hub[0]}: --trees reads files of bracketed trees, not texts of the hub")
     names = [(str(file), None) for file in files] + [(name, options.split or "train") for name in on_hub]
     found = []
     for number, (name, split) in enumerate(names):
-        stat = Path(name).stat() if split is None else None
-        size, changed = (stat.st_size, stat.st_mtime_ns) if stat else (0, 0)
+        size, changed = _size_and_change(Path(name), out)
         found.append(Input(number, name, split, options.configuration, size, changed))
     return found
+
+
+def _size_and_change(path: Path, out: Path) -> tuple[int, int]:
+    """What tells whether an input is as it was; of the hub, nothing."""
+    if path.is_dir():
+        stats = sorted(
+            (str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns)
+            for file in files_below(path, out) if file.is_file()
+        )  # fmt: skip
+        digest = hashlib.sha256(json.dumps(stats).encode()).digest()
+        return sum(size for _, size, _ in stats), int.from_bytes(digest[:8])
+    if not path.exists():
+        return 0, 0
+    return path.stat().st_size, path.stat().st_mtime_ns
 
 
 # ---- one folder, one corpus -----------------------------------------------------------------------------------------
@@ -174,8 +188,7 @@ def _alone(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         with (out / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-        (out / ".lock").unlink(missing_ok=True)
+            yield  # the file stays: another call may have it open, and would hold the lock of a file without a name
     except BlockingIOError:
         raise UserError(f"{out}: another lm_pcfg prepare is at work in it") from None
     except FileExistsError:

@@ -10,9 +10,9 @@ import contextlib
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,14 @@ SHARD_BYTES = 256 << 20  # of text: long lines make shards of fewer
 
 @dataclass(frozen=True)
 class Input:
-    """A file, or one split of a text on the hub."""
+    """A file, or one split of a text on the hub or of a folder in its layout."""
 
     number: int
     name: str
     split: str | None = None  # of the hub
     configuration: str | None = None
-    size: int = 0  # of the file
-    changed: int = 0  # when, in nanoseconds
+    size: int = 0  # of the file, or of all files of the folder
+    changed: int = 0  # when, in nanoseconds; of a folder, a hash of the names, sizes and times of its files
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,18 @@ def rows_of(source: Input, options: ReadOptions) -> Iterator[list[Row]]:
         for _, part in scan(Path(source.name), source.number, options.field, ROWS_AT_A_TIME):
             yield part
         return
-    while rows := list(islice(texts, ROWS_AT_A_TIME)):
+    rows: list[Row] = []
+    try:
+        for row in texts:
+            rows.append(row)
+            if len(rows) == ROWS_AT_A_TIME:
+                yield rows
+                rows = []
+    except ShardError:
+        if rows:
+            yield rows  # what came before the damage is not lost
+        raise
+    if rows:
         yield rows
 
 
@@ -223,7 +234,7 @@ def write_ids(path: Path, lengths: np.ndarray, ids: np.ndarray, columns: dict[st
         IDS: pyarrow.LargeListArray.from_arrays(offsets, ids).cast(pyarrow.list_(pyarrow.int32())),
         **{name: pyarrow.array(values, pyarrow.string()) for name, values in (columns or {}).items()},
     })  # fmt: skip
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     pyarrow.parquet.write_table(
         table, beside, row_group_size=ROW_GROUP_LINES, compression="zstd", write_page_checksum=True
     )

@@ -83,7 +83,7 @@ def _from_folder(source: Path) -> dict[str, bytes]:
         folders.sort()
         for part in PARTS:
             if part.file in files and part.file not in found:
-                found[part.file] = (Path(root) / part.file).read_bytes()
+                found[part.file] = _content(Path(root) / part.file)
     if not found and (
         archives := sorted([*source.rglob("simple-examples.tgz"), *source.rglob("simple-examples.tar.gz")])
     ):
@@ -91,6 +91,13 @@ def _from_folder(source: Path) -> dict[str, bytes]:
     if not found:
         return _from_tables(str(source))
     return _complete(found, str(source))
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); is it whole, and may you read it?") from None
 
 
 def _complete(found: dict[str, bytes], source: str) -> dict[str, bytes]:

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -45,7 +46,7 @@ from lm_pcfg.corpus.vocabularies import AnyVocabulary
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions, replace_file
 from lm_pcfg.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,11 @@ def index_shards(
 
 
 class IndexStore:
-    """Results of the first pass by what they were made of. Ranks that want the same one wait for the first of them."""
+    """Results of the first pass by what they were made of. Ranks that want the same one wait for the first of them.
+
+    A result with damage ("damaged") is for those who waited, and made anew for all others: a disk or mount that failed
+    once may be well again, which no name, size or time of a file tells.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -137,12 +142,14 @@ class IndexStore:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be made ({error.strerror}); set data.index_folder=...") from None
-        if (stored := _read(path)) is not None:
-            return stored
+        earlier = _read(path)
+        if earlier is not None and not earlier["damaged"]:
+            return earlier
         with self._alone(name):
-            if (stored := _read(path)) is not None:
-                return stored
-            made = make()
+            stored = _read(path)
+            if stored is not None and (not stored["damaged"] or earlier is None or stored["call"] != earlier["call"]):
+                return stored  # made while we waited
+            made = {**make(), "call": uuid.uuid4().hex}
             try:
                 replace_file(path, (json.dumps(made) + "\n").encode())
             except OSError as error:
@@ -153,7 +160,14 @@ class IndexStore:
 
     @contextlib.contextmanager
     def _alone(self, name: str) -> Iterator[None]:
-        with open(self.folder / f".{name}.lock", "w") as lock:
+        file = self.folder / f".{name}.lock"
+        try:
+            lock = file.open("w")
+        except OSError as error:
+            raise UserError(
+                f"{file}: cannot be written ({error.strerror}); set data.index_folder to a place that can"
+            ) from None
+        with lock:
             with contextlib.suppress(OSError):  # a file system without locks: work is done twice, and no harm
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -161,9 +175,10 @@ class IndexStore:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_bytes())
+        stored = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
+    return stored if isinstance(stored, dict) and {"damaged", "call"} <= stored.keys() else None
 
 
 def _key(files: Sequence[Path], options: RawOptions) -> dict[str, Any]:
@@ -181,11 +196,13 @@ def build_vocabulary(
 
     def make() -> dict[str, Any]:
         counts: Counter[str] = Counter()
+        damaged = False
         for index in index_shards(files, options, None, processes=processes, count_words=True):
             counts.update(index.words or {})
+            damaged |= index.damage is not None
         made = Vocabulary.from_counts(counts, vocabulary)
         numbers = {"training_words": made.training_words, "training_unknown": made.training_unknown}
-        return {"words": list(made.words), **numbers}
+        return {"words": list(made.words), **numbers, "damaged": damaged}
 
     stored = store.get({"vocabulary": asdict(vocabulary), **_key(files, options)}, make)
     return Vocabulary(stored["words"], vocabulary, training_words=stored["training_words"],
@@ -211,7 +228,8 @@ class RawCorpus(ShardedCorpus):
 
         def make() -> dict[str, Any]:
             found = index_shards(files, options, vocabulary, processes=processes)
-            return {"shards": [_to_json(index) for index in found]}
+            damaged = any(index.damage is not None for index in found)
+            return {"shards": [_to_json(index) for index in found], "damaged": damaged}
 
         unit = "words" if isinstance(vocabulary, Vocabulary) else vocabulary.hash
         shards = store.get({"unit": unit, **_key(files, options)}, make)["shards"]

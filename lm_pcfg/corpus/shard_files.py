@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import glob
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from lm_pcfg.console import say
 from lm_pcfg.corpus.text import (
     BINARY_CHECK_BYTES,
     COMPRESSION,
@@ -54,8 +56,11 @@ class Chunk:
 # ---- which files ----------------------------------------------------------------------------------------------------
 
 
-def find_shards(inputs: Sequence[str], *, trees: bool = False) -> list[Path]:
-    """Files, folders (searched below), glob patterns and `embedded:` names -> files; those of one input sorted."""
+def find_shards(inputs: Sequence[str], *, trees: bool = False, out: Path | None = None) -> list[Path]:
+    """Files, folders (searched below), glob patterns and `embedded:` names -> files; those of one input sorted.
+
+    Of a folder, what is hidden or was made by `prepare` is left out; nor is anything below `out` an input.
+    """
     # A .json beside the shards is often about them; as a shard it is given by name or pattern.
     suffixes = TREE_SUFFIXES if trees else TEXT_SUFFIXES | PARQUET_SUFFIXES | (JSON_SUFFIXES - {".json"})
     files: list[Path] = []
@@ -65,17 +70,14 @@ def find_shards(inputs: Sequence[str], *, trees: bool = False) -> list[Path]:
             continue
         path = Path(name)
         if path.is_dir():
-            below = [
-                file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts)
-            ]
-            found = sorted(file for file in below if _suffix(file) in suffixes and file.is_file())
+            found = sorted(file for file in files_below(path, out) if _suffix(file) in suffixes and file.is_file())
             if not found:
                 kinds = "bracketed trees" if trees else "text, JSON lines or Parquet"
                 raise TextError(f"{name}: no file of {kinds} in this folder ({', '.join(sorted(suffixes))})")
             files += found
         elif not path.exists() and glob.has_magic(name):
             matches = sorted(Path(match) for match in glob.glob(name, recursive=True))
-            found = [match for match in matches if match.is_file()]
+            found = [match for match in matches if match.is_file() and not _is_below(match, out)]
             if not found:
                 raise TextError(f"{name}: no file matches this pattern (it starts at {Path.cwd()})")
             files += found
@@ -87,6 +89,34 @@ def find_shards(inputs: Sequence[str], *, trees: bool = False) -> list[Path]:
     if twice:
         raise TextError(f"{min(twice)}: given twice; its lines would count twice")
     return files
+
+
+def files_below(folder: Path, out: Path | None) -> Iterator[Path]:
+    """But what is hidden, was made by `prepare`, or is in `out`."""
+    for root, folders, files in os.walk(folder):
+        for name in list(folders):
+            below = Path(root, name)
+            made = not name.startswith(".") and _made_by_prepare(below)
+            if made and not _is_below(below, out):
+                say(f"{below} was made by lm_pcfg prepare; it is no input for {folder}, and left out")
+            if name.startswith(".") or made or _is_same(below, out):
+                folders.remove(name)
+        yield from (Path(root, name) for name in files if not name.startswith("."))
+
+
+def _made_by_prepare(folder: Path) -> bool:
+    """Finished or not. Other people have a manifest.json, too, but hardly with these beside it."""
+    return (folder / "shards").is_dir() and (
+        (folder / "prepare.json").is_file() or ((folder / "manifest.json").is_file() and (folder / "vocab").is_dir())
+    )
+
+
+def _is_same(path: Path, out: Path | None) -> bool:
+    return out is not None and path.resolve() == out.resolve()
+
+
+def _is_below(path: Path, out: Path | None) -> bool:
+    return out is not None and path.resolve().is_relative_to(out.resolve())
 
 
 def _suffix(path: Path) -> str:
@@ -185,7 +215,7 @@ def _take(content: Iterator[Row], count: int, path: Path) -> _Part:
 def _pieces(path: Path, field: str) -> Iterator[tuple[Any, Iterator[Row]]]:
     """(place to open it, rows from there): the row groups of Parquet, or a text as a whole."""
     if is_parquet(path):
-        for group in range(_parquet_groups(path, field)):
+        for group in _parquet_groups(path, field):
             yield group, rows_from(path, field, group)
     else:
         yield (_ByteCount() if opens_anywhere(path) else 0), rows_from(path, field, 0)
@@ -256,13 +286,17 @@ def _reading_failed(path: Path, error: BaseException) -> ShardError:
 # ---- Parquet, through datasets --------------------------------------------------------------------------------------
 
 
-def _parquet_groups(path: Path, field: str) -> int:
-    """Number of row groups of a Parquet file, after looking whether it has the field."""
+def _parquet_groups(path: Path, field: str) -> list[int]:
+    """The row groups of a Parquet file that have rows, after looking whether it has the field.
+
+    Empty ones are numbered too, here as in `datasets`, but it cannot read them.
+    """
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names, groups = file.schema_arrow.names, file.num_row_groups
+            names, metadata = file.schema_arrow.names, file.metadata
+            groups = [group for group in range(file.num_row_groups) if metadata.row_group(group).num_rows]
     except (OSError, pyarrow.ArrowException) as error:
         raise _damaged_parquet(path, error) from None
     if field not in names:
@@ -278,8 +312,8 @@ def _damaged_parquet(path: Path, error: BaseException) -> ShardError:
 
 
 @lru_cache(maxsize=8)
-def _parquet_stream(path: Path, field: str) -> Any:
-    """A `datasets` stream of Arrow tables whose shards are the row groups of the file."""
+def _parquet_stream(path: Path, field: str, size: int, changed: int) -> Any:
+    """A `datasets` stream of Arrow tables whose shards are the row groups of the file; it holds for this content."""
     import datasets
     import pyarrow.dataset
 
@@ -298,7 +332,8 @@ def parquet_tables(path: Path, field: str, group: int) -> Iterator[Any]:
     import pyarrow
 
     try:
-        stream = _parquet_stream(path, field)
+        stat = path.stat()
+        stream = _parquet_stream(path, field, stat.st_size, stat.st_mtime_ns)
         for table in stream.shard(stream.num_shards, group).iter(batch_size=PARQUET_ROWS_AT_A_TIME):
             yield table.column(field).combine_chunks()
     except (OSError, ValueError, IndexError, pyarrow.ArrowException) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 _TOKEN = re.compile(r"[()]|[^\s()]+")
 _WORD = re.compile(r"\([^\s()]* ([^\s()]+)\)")
@@ -21,7 +22,7 @@ def words_of(tree: str) -> list[str]:
 
 def read_trees(lines: Iterable[str]) -> Iterator[str]:
     """Each tree on one line, without traces and the unlabelled outermost bracket; in the file it may take several."""
-    stack: list[list] = []
+    stack: list[list[str | _Node]] = []  # of open brackets: no recursion, so trees may be as deep as they like
     began = 0
     for number, line in enumerate(lines, start=1):
         for token in _TOKEN.findall(line):
@@ -32,41 +33,39 @@ def read_trees(lines: Iterable[str]) -> Iterator[str]:
             elif not stack:
                 raise TreeError(f"line {number}: {token!r} outside of brackets; is it a file of bracketed trees?")
             elif token == ")":
-                node = stack.pop()
+                node = _closed(stack.pop(), began)
                 if stack:
                     stack[-1].append(node)
-                elif (tree := _finished(node, began)) is not None:
-                    yield tree
+                elif node.as_tree is not None:
+                    yield node.as_tree
             else:
                 stack[-1].append(token)
     if stack:
         raise TreeError(f"line {began}: the tree that begins here has no end")
 
 
-def _finished(node: list, line: int) -> str | None:
-    while len(node) == 1 and isinstance(node[0], list):  # ( (S ...))
-        node = node[0]
-    cleaned = _without_traces(node, line)
-    return None if cleaned is None else _written(cleaned)
+@dataclass(frozen=True)
+class _Node:
+    """Brackets that are closed, written on one line; None where nothing but traces is below."""
+
+    text: str | None
+    as_tree: str | None  # as the outermost brackets of a tree: those without a label around one node are left out
 
 
-def _without_traces(node: list, line: int) -> list | None:
-    """A node is [label, child, ...] or [tag, word]; the outermost of the Penn Treebank has no label."""
-    label, children = (node[0], node[1:]) if node and isinstance(node[0], str) else ("", node)
+def _closed(parts: list[str | _Node], line: int) -> _Node:
+    """From [label, node, ...], [tag, word] or, as the outermost of the Penn Treebank, [node, ...]."""
+    label, below = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
     if label == EMPTY:
-        return None
-    if all(isinstance(child, str) for child in children):
-        if len(children) != 1:
-            raise TreeError(f"line {line}: ({' '.join(map(str, node))}) should be a tag and a word")
-        return [label, children[0]]
-    if any(isinstance(child, str) for child in children):
+        return _Node(None, None)
+    words = [part for part in below if isinstance(part, str)]
+    nodes = [part for part in below if isinstance(part, _Node)]
+    if words and nodes:
         raise TreeError(f"line {line}: words and brackets side by side below {label or 'the top'!r}")
-    kept = [cleaned for child in children if (cleaned := _without_traces(child, line)) is not None]
-    return [label, *kept] if kept else None
-
-
-def _written(node: list) -> str:
-    label, children = node[0], node[1:]
-    if isinstance(children[0], str):
-        return f"({label} {children[0]})"
-    return f"({label or 'TOP'} {' '.join(map(_written, children))})"
+    if not nodes:
+        if len(words) != 1:
+            raise TreeError(f"line {line}: ({' '.join([str(label), *words])}) should be a tag and a word")
+        text: str | None = f"({label} {words[0]})"
+        return _Node(text, text)
+    kept = [node.text for node in nodes if node.text is not None]
+    text = f"({label or 'TOP'} {' '.join(kept)})" if kept else None
+    return _Node(text, nodes[0].as_tree if not label and len(nodes) == 1 else text)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -212,9 +213,13 @@ def normalise(word: str, options: VocabularyOptions) -> str:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Complete or absent: written beside and renamed."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(beside, "wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(beside, path)
+    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # process ids repeat on other hosts, in containers
+    try:
+        with open(beside, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
