@@ -17,6 +17,8 @@ from lm_pcfg.training import checkpoint
 from processes import alive, launch_command, launched, wait_until, workers
 from texts import write_config
 
+# `make chaos` runs all of them; tests/test_faults.py has three in every test run.
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 SECONDS = 40.0  # in which everything has to be over, on a machine that is busy with all of these at once
 
 
@@ -84,7 +86,6 @@ def trainings(tmp_path_factory) -> Iterator[dict[tuple[Callable, int], Training]
         yield started
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("action", "processes"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_a_stopped_training_saves_and_leaves_no_process(trainings, action, processes):
     training = trainings[action, processes]

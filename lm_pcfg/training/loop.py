@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,11 @@ def train(settings: Settings) -> Path:
     """Run the training that the settings describe; returns the run folder."""
     with telling_lost_contact():
         engine = Engine(settings)  # until all have met, a signal ends this process at once
-    with StopSignals() as stop, telling_lost_contact():
+    with StopSignals() as stop, telling_lost_contact(), ExitStack() as at_end:
         start = engine.on_main(lambda: choose_start(settings, warn))
         folder = RunFolder(start.folder)
         engine.on_main(folder.claim)
+        at_end.callback(folder.release)
         source = start.from_checkpoint
         vocabulary = engine.together(lambda: folder.load_vocabulary(source)) if source else None
         trainer = Trainer(settings, engine, vocabulary)

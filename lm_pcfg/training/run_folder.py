@@ -100,7 +100,7 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def claim(self) -> None:
-        """Keep a second training out of the folder, for as long as this process lives."""
+        """Keep a second training out of the folder until `release`, or the end of this process."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("a")
@@ -115,6 +115,10 @@ class RunFolder:
             if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # some cluster file systems
                 return
             raise UserError(f"cannot write to {self.path}: {error.strerror}; set runs_folder=...") from None
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
