@@ -136,7 +136,7 @@ def check_checkpoints(run: Path) -> int:
 
 def assert_same(one: Path, other: Path) -> None:
     """All metrics but times, and all tensors of the last checkpoint, bit for bit; the same checkpoints are kept."""
-    timed = ("time", "ranks/", "train/words_per_second", "train/sentences_per_second", "valid/seconds")
+    timed = ("time", "ranks/", "train/words_per_second", "train/sentences_per_second", "train/seconds", "valid/seconds")
     lines = [
         [{k: v for k, v in line.items() if not k.startswith(timed)} for line in read_metrics(run / "metrics.jsonl")]
         for run in (one, other)

@@ -542,12 +542,11 @@ def test_options_of_words_from_a_config(tmp_path):
 
 
 def test_an_interrupted_prepare_leaves_with_one_line(tmp_path):
-    write_shard(tmp_path / "a.txt", random_lines(200_000, seed=2))
+    write_shard(tmp_path / "a.txt", random_lines(100_000, seed=2) * 10)
     process = subprocess.Popen([*COMMAND, "a.txt", "--out", "out", "--processes", "2"],
                                cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)  # fmt: skip
     while not (tmp_path / "out/prepare.json").exists():
         time.sleep(0.01)
-    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -116,6 +116,7 @@ def test_wrong_settings_fail_at_once(cluster, folder):
     assert job.restarts() == 0
 
 
+@pytest.mark.chaos  # minutes: `make chaos`
 def test_a_job_with_gpus_starts_a_process_for_each_and_refuses_to_do_without(cluster, folder):
     options = {"settings": "name=gpus", "MAX_STARTS_WITHOUT_PROGRESS": "1"}
     job = Job(cluster, folder, "single_node", "--gpus-per-node=2", **options)
@@ -125,6 +126,7 @@ def test_a_job_with_gpus_starts_a_process_for_each_and_refuses_to_do_without(clu
     assert job.restarts() == 0
 
 
+@pytest.mark.chaos  # minutes: `make chaos`
 def test_a_failing_run_is_not_requeued_for_ever(cluster, folder):
     job = Job(
         cluster, folder, "single_node", settings="name=failing data.train=nowhere.txt", MAX_STARTS_WITHOUT_PROGRESS="2"
@@ -139,6 +141,7 @@ def test_a_failing_run_is_not_requeued_for_ever(cluster, folder):
 # ---- job arrays -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.chaos  # minutes: `make chaos`
 def test_an_array_trains_one_run_for_each_seed_and_each_is_requeued_alone(cluster, folder):
     job = Job(cluster, folder, "seeds", "--array=3,5", settings="name=array training.max_steps=400")
     runs = {seed: folder / "runs" / f"array-seed-{seed}" for seed in (3, 5)}
