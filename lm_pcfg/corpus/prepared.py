@@ -162,7 +162,8 @@ class PreparedCorpus(ShardedCorpus):
     def __init__(self, folder: Path, block_lines: int = ROW_GROUP_LINES):
         manifest = read_manifest(folder)
         self.name = str(folder)
-        self.damage = Damage()
+        # What `prepare --on-error skip` had to leave out is missing here, too.
+        self.damage = Damage(list(manifest.content["damage"]), manifest.counts.get("unreadable", 0))
         self._files = [folder / SHARDS / entry.file for entry in manifest.shards]
         chunks = []
         for number, entry in enumerate(manifest.shards):
