@@ -329,14 +329,14 @@ def _parquet_stream(path: Path, field: str, size: int, changed: int) -> Any:
 
 def parquet_tables(path: Path, field: str, group: int) -> Iterator[Any]:
     """Arrow arrays of the field, together the rows of one row group."""
-    import pyarrow
+    from pyarrow import ArrowException  # a name of its own: modules are empty when Python ends with this in mid-file
 
     try:
         stat = path.stat()
         stream = _parquet_stream(path, field, stat.st_size, stat.st_mtime_ns)
         for table in stream.shard(stream.num_shards, group).iter(batch_size=PARQUET_ROWS_AT_A_TIME):
             yield table.column(field).combine_chunks()
-    except (OSError, ValueError, IndexError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, IndexError, ArrowException) as error:
         _parquet_stream.cache_clear()
         if not path.exists():
             raise _reading_failed(path, FileNotFoundError()) from None
