@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test slurm chaos lint clean bench-data
+.PHONY: demo test fuzz slurm chaos lint clean bench-data
 
 # The stamps say what is installed; it is done anew when the dependencies change.
 $(VENV)/.installed: pyproject.toml
@@ -22,6 +22,10 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+# The property tests with examples never seen before (`make test` takes the same ones each time).
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --hypothesis-profile=fuzz $$(grep -l "from hypothesis" tests/test_*.py)
 
 # The long version of tests/test_slurm.py; needs root, and apt-get install slurm-wlm munge.
 slurm: $(VENV)/.installed-dev

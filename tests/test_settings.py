@@ -211,7 +211,7 @@ def test_dump_is_resolved_and_comes_back(config: Path) -> None:
 
 @hypothesis_settings(deadline=None, max_examples=50)
 @given(
-    train=st.text(min_size=1).filter(lambda text: text != "-"),
+    train=st.text(min_size=1).filter(lambda text: text.strip() and text != "-"),
     rate=st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False),
     symbols=st.floats(min_value=1e-300, max_value=1e300),
 )
