@@ -208,6 +208,23 @@ def report(
             raise UserError(f"cannot write {plot}: {error.strerror}") from None
 
 
+@app.command()
+def search(
+    file: Annotated[Path, typer.Argument(help="YAML file with config, common and variants: configs/search/*.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change in every run.")
+    ] = None,
+    table_only: Annotated[bool, typer.Option("--table", help="Print what there is so far; train nothing.")] = False,
+) -> None:
+    """Train variants of a config one after another, and compare them on the validation text."""
+    from lm_pcfg import search as searching
+
+    ended = table_only or searching.run_search(file, overrides or [], say, warn)
+    print(searching.table(file, overrides or [], warn))
+    if not ended:
+        say("the search was stopped; the same command continues it")
+
+
 def _count_lines(file: str) -> int | None:
     """For the progress bar alone; None where one cannot know before reading."""
     path = Path(file)

@@ -59,7 +59,7 @@ _Dumper.add_representer(
 _Dumper.add_representer(list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, True))
 
 
-def _parse_yaml(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -87,7 +87,7 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
         raise SettingsError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
     except OSError as error:  # no such file, a folder, no permission
         raise SettingsError(f"{path}: cannot be read ({error.strerror}); check --config") from None
-    values = _checked_section(_parse_yaml(text, str(path)), Settings, [], str(path))
+    values = _checked_section(parse_yaml(text, str(path)), Settings, [], str(path))
     overridden = [_apply_override(values, override) for override in overrides or []]
     if values.get("name") is None:
         values["name"] = re.sub(r"[^A-Za-z0-9._+=-]+", "-", path.stem).lstrip(".+=-") or "run"
@@ -130,7 +130,7 @@ def _apply_override(values: dict[str, Any], override: str) -> str:
     if last not in kind.model_fields:
         raise SettingsError(f"{where}: {_unknown_key(keys, kind)}")
     # A lone - would be a list of nothing; it means standard input.
-    value = "-" if text.strip() == "-" else _parse_yaml(text, f"{where}: {dotted}")
+    value = "-" if text.strip() == "-" else parse_yaml(text, f"{where}: {dotted}")
     section = _section_of(kind.model_fields[last])
     place[last] = _checked_section(value, section, keys, where) if section else value
     return dotted

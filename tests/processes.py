@@ -31,7 +31,7 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | own | changes
 
 
-def run_ranks(world_size: int, command: list[str], timeout: float = 600.0) -> list[str]:
+def run_ranks(world_size: int, command: list[str], timeout: float = 600.0, **env: str) -> list[str]:
     """Run `python command...` on every rank to its end; what each wrote. All have to succeed."""
     port = str(free_port())
     ranks = []
@@ -41,7 +41,7 @@ def run_ranks(world_size: int, command: list[str], timeout: float = 600.0) -> li
         ranks.append(
             subprocess.Popen(
                 [sys.executable, *command],
-                env=environment(**place, **meeting),
+                env=environment(**place, **meeting, **env),
                 text=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -3,7 +3,26 @@
 Tensors only: charts, scales, autograd. Nothing here knows about models, text or training.
 """
 
-from flash_inside.interface import BACKENDS, PRECISIONS, Statistics, inside, rules_type, span_marginals, viterbi
+from flash_inside.interface import (
+    BACKENDS,
+    PRECISIONS,
+    Statistics,
+    free_memory,
+    inside,
+    rules_type,
+    span_marginals,
+    viterbi,
+)
 from flash_inside.rules import Rules
 
-__all__ = ["BACKENDS", "PRECISIONS", "Rules", "Statistics", "inside", "rules_type", "span_marginals", "viterbi"]
+__all__ = [
+    "BACKENDS",
+    "PRECISIONS",
+    "Rules",
+    "Statistics",
+    "free_memory",
+    "inside",
+    "rules_type",
+    "span_marginals",
+    "viterbi",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,6 +117,13 @@ def viterbi(
         parts = enumerate(emissions.split(lengths))
         return [viterbi(rules.of_sentence(b), words, [len(words)], precision, backend)[0] for b, words in parts]
     return trees.best_trees(rules, emissions, lengths, _result_type(precision), triton=backend == "triton")
+
+
+def free_memory() -> None:
+    """Give back what is kept on GPUs between calls: CUDA graphs and the memory they work in."""
+    if graphs := sys.modules.get("flash_inside.triton_graphs"):  # else no call has used any
+        graphs.clear()
+        torch.cuda.empty_cache()
 
 
 def _scaled_inside(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import flash_inside
 from flash_inside import Rules, Statistics
@@ -51,9 +52,11 @@ class Emission(NamedTuple):
         device = self.features.device
         distinct, position = distinct.to(device, non_blocking=True), position.to(device, non_blocking=True)
         # Rounded as for the normalisers, or the probabilities of a preterminal would not sum to 1.
-        embeddings, features = (rounded(table, self.precision) for table in (self.embeddings[distinct], self.features))
+        # functional.embedding: rows by number, whose gradient is summed without a sort of the numbers.
+        words_given = functional.embedding(distinct, self.embeddings)
+        embeddings, features = (rounded(table, self.precision) for table in (words_given, self.features))
         columns = embeddings @ features.T - self.log_normalizers  # [distinct, P]
-        return columns[position]
+        return functional.embedding(position, columns)
 
     def entropies(self, rows: int = 1024) -> Tensor:
         """Entropy in nats of each preterminal's words: [P], computed for some rows at a time."""

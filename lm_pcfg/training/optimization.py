@@ -12,6 +12,7 @@ from lm_pcfg.settings import ModelSection, OptimizerSection, ScheduleSection
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSection) -> torch.optim.Optimizer:
+    parameters = list(parameters)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.name]
     beta1, beta2 = settings.betas
     return kind(
@@ -20,6 +21,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSectio
         betas=(beta1, beta2),
         eps=settings.eps,
         weight_decay=settings.weight_decay,
+        fused=all(parameter.is_cuda for parameter in parameters),  # one kernel, and nothing of the step on the host
     )
 
 

@@ -133,9 +133,10 @@ class ZeroLearner(Learner):
             raise CheckpointError(f"optimizer state {min(odd)} is missing in the checkpoint or belongs to no parameter")
         if not step:
             return
+        fused = self.zero.optimizer.defaults["fused"]  # then a kernel reads the step
         for flat in self._flat_tensors():
             self.zero.optimizer.state[flat] = {
-                "step": torch.tensor(step, dtype=torch.float32),
+                "step": torch.tensor(step, dtype=torch.float32, device=flat.device if fused else "cpu"),
                 **{key: torch.zeros_like(flat, requires_grad=False) for key in _MOMENTS},
             }
         for name in self.parameters:

@@ -1,0 +1,44 @@
+"""What test_shared_gpu.py runs on every rank: python shards_scenario.py CONFIG OUT [KEY=VALUE...] (see there)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from flash_inside.softmax import rows
+from lm_pcfg.settings_file import load_settings
+from lm_pcfg.training.engine import Engine
+from lm_pcfg.training.loop import Trainer
+
+STEPS, BATCHES_A_STEP = 20, 4  # of all ranks together, so that every world size makes the same steps
+
+
+def main(config: Path, out: Path, overrides: list[str]) -> None:
+    logits = 0  # of the emission, forward and again backward, that this rank has computed
+
+    def counting(function):
+        def wrapper(values, *others, **named):
+            nonlocal logits
+            logits += values.numel()
+            return function(values, *others, **named)
+
+        return wrapper
+
+    rows.log_sum_exp, rows.scaled_exp = counting(rows.log_sum_exp), counting(rows.scaled_exp)
+    accumulate = f"batch.accumulate={BATCHES_A_STEP // int(os.environ.get('WORLD_SIZE', '1'))}"
+    settings = load_settings(config, [accumulate, *overrides])
+    trainer = Trainer(settings, Engine(settings), None)
+    losses = []
+    for _ in range(STEPS):
+        before = trainer.position.window.nll
+        assert trainer.step(trainer.stream.next_step())
+        losses.append(trainer.position.window.nll - before)
+    counted = trainer.engine.gather(logits)
+    if trainer.engine.is_main:
+        out.write_text(json.dumps({"losses": losses, "logits": counted, "device": str(trainer.engine.device)}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,87 @@
+"""`lm_pcfg search`: variants of a config one after another, each done once, compared with their control."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lm_pcfg import cli
+from lm_pcfg.errors import UserError
+from lm_pcfg.training import loop
+from texts import write_config
+
+VARIANTS = (
+    "variants:\n  ema: [ema.decay=0.9]\n  wild: [optimizer.learning_rate=1e30, optimizer.max_skipped_in_a_row=2]\n"
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_config(tmp_path, "base", training={"epochs": 1})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "try.yaml").write_text(f"config: base.yaml\ncommon: [model.nonterminals=3]\n{VARIANTS}")
+    return tmp_path / "try.yaml"
+
+
+def search(*arguments: object) -> str:
+    return CliRunner().invoke(cli.app, ["search", *map(str, arguments)], catch_exceptions=False).stdout
+
+
+def test_variants_are_trained_once_and_compared(file, monkeypatch):
+    table = search(file)
+    head, _, control, ema, wild = table.splitlines()
+    assert head.startswith("| run | changes | valid | against control |")
+    assert control.startswith("| control | `model.nonterminals=3` | ")
+    name, changes, valid, against = (cell.strip() for cell in ema.split("|")[1:5])
+    assert (name, changes) == ("ema", "`ema.decay=0.9`")
+    assert float(against) == pytest.approx(float(valid) - float(control.split("|")[3]), abs=0.011)
+    assert "wild (failed)" in wild  # and the search went on past it
+    assert (file.parent / "runs" / "try" / "ema" / "FINISHED").exists()
+    monkeypatch.setattr(loop, "train", lambda settings: pytest.fail("trained again"))
+    assert search(file) == search(file, "--table") == table
+
+
+def test_a_stopped_search_continues_where_it_was(file, monkeypatch):
+    original = loop.Trainer.step
+
+    def step(self, batches):
+        result = original(self, batches)
+        if self.settings.name == "ema" and self.position.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "step", step)
+        stopped = search(file)
+    assert "ema (unfinished)" in stopped
+    assert "wild" not in stopped
+    continued = search(file)
+    assert "unfinished" not in continued
+    assert "wild (failed)" in continued
+
+
+def test_runs_of_other_settings_are_not_taken_for_these(file):
+    search(file)
+    with pytest.raises(UserError, match=r"control/config.yaml has other settings .* rename the variant"):
+        search(file, "seed=3")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("config: base.yaml\nvariants: [ema]\n", "should have config: FILE"),
+        ("variants: {}\n", "should have config: FILE"),
+        ("config: base.yaml\nvariants: {control: []}\n", "is there already"),
+        ("config: base.yaml\nvariants: {a: [model.nonsense=1]}\n", "variant a: .*unknown"),
+        ("config: none.yaml\n", "cannot be read"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(file, text, message):
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        search(file)
+    assert not (file.parent / "runs").exists()

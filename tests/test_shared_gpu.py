@@ -1,0 +1,42 @@
+"""Four ranks, on the CPU or sharing one GPU over gloo, against one: the same losses, a quarter of the emission each."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from processes import ROOT, run_ranks
+from shards_scenario import STEPS
+from texts import write_config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_four_ranks_share_the_emission_and_train_as_one_does(tmp_path, device):
+    on_gpu = device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    preterminals = 1024 if on_gpu else 10
+    model = {"preterminals": preterminals} | ({"nonterminals": 512, "dimension": 256} if on_gpu else {})
+    config = write_config(
+        tmp_path, device=device, model=model, batch={"sentences": 4}, engine={"backend": "gloo"},
+        inside={"precision": "bf16" if on_gpu else "fp32"}, networks={"precision": "tf32" if on_gpu else "fp32"},
+    )  # fmt: skip
+    visible = {"CUDA_VISIBLE_DEVICES": "0"} if on_gpu else {}
+    results = {}
+    for ranks in (1, 4):
+        out = tmp_path / f"{ranks}.json"
+        run_ranks(ranks, [str(ROOT / "tests" / "shards_scenario.py"), str(config), str(out), "emission.shards=auto"],
+                  **visible)  # fmt: skip
+        results[ranks] = json.loads(out.read_text())
+        assert results[ranks]["device"].startswith(device)
+    one, four = results[1], results[4]
+    assert len(one["losses"]) == STEPS
+    assert four["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    (whole,) = one["logits"]
+    assert whole % (2 * STEPS * preterminals) == 0  # forward and again backward
+    column = whole // preterminals
+    parts = [256] * 4 if on_gpu else [2, 3, 2, 3]  # preterminals of each rank
+    assert four["logits"] == [column * part for part in parts]
