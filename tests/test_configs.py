@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from lm_pcfg.search import settings_of
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training.dry_run import dry_run
 from texts import write_text
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-FILES = sorted(CONFIGS.rglob("*.yaml"))
+SEARCHES = sorted((CONFIGS / "search").glob("*.yaml"))
+FILES = sorted(set(CONFIGS.rglob("*.yaml")) - set(SEARCHES))
 NAMES = [str(path.relative_to(CONFIGS)) for path in FILES]
 SMALL = ["model.nonterminals=4", "model.preterminals=6", "model.dimension=8", "device=cpu", "threads=1"]
 
@@ -24,6 +26,16 @@ def test_a_recipe_makes_a_step(path, tmp_path):
     report = dry_run(settings)
     assert report["total_steps"] > 0
     assert math.isfinite(report["nll_per_sentence"])
+
+
+@pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
+def test_every_variant_of_a_search_is_a_recipe_of_its_own(path):
+    variants = settings_of(path, [])
+    for name, settings in variants.items():
+        same = [
+            other for other, of_other in variants.items() if of_other == settings.model_copy(update={"name": other})
+        ]
+        assert same == [name]
 
 
 def test_the_papers_hyper_parameters():
