@@ -42,6 +42,8 @@ class Learner:
         # `model` is what the engine wraps: gradients are averaged over the processes there.
         self.model: Any
         self.model, self.optimizer = engine.accelerator.prepare(model, self.optimizer)
+        #: One process on a GPU need not agree with anyone, and then nothing in a step makes the host wait for its end.
+        self.reads_late = engine.world_size == 1 and not engine.is_deepspeed and engine.device.type == "cuda"
         # Under ZeRO 3 parameters have no shape between steps, and take no hook.
         self.reduction = ReductionClock(self.parameters.values() if engine.zero_stage != 3 else [], engine)
 
@@ -54,17 +56,56 @@ class Learner:
         recomputed: float,
         learning_rate: float,
         mark: Callable[[str], None] = lambda part: None,
-    ) -> Update:
+    ) -> Callable[[], Update]:
         """through: scalar whose backward pass reaches the parameters; nll: of this process's sentences.
 
-        mark: told when a part is over, for benchmarks.
+        mark: told when a part is over, for benchmarks. Returns a function that says what came of it; where the update
+        is decided on the device (`reads_late`) it waits for the device, so the next step may be begun before.
         """
+        if self.reads_late:
+            return self._update_on_device(through, nll, recomputed, learning_rate, mark)
+        update = self._update(through, nll, recomputed, learning_rate, mark)
+        return lambda: update
+
+    def _update_on_device(
+        self, through: Tensor, nll: Tensor, recomputed: float, learning_rate: float, mark: Callable[[str], None]
+    ) -> Callable[[], Update]:
+        """The host decides nothing: Adam's kernel itself leaves out an update whose loss or gradient is not finite."""
+        self.engine.accelerator.backward(through)
+        mark("backward")
+        norm = self.engine.accelerator.clip_grad_norm_(self.parameters.values(), self._clip)
+        numbers = torch.stack((nll.double(), norm.double()))
+        self._torch_optimizer().found_inf = (~numbers.isfinite().all()).float()  # type: ignore[attr-defined]
+        self._set_learning_rate(learning_rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        on_host = numbers.to("cpu", non_blocking=True)  # into pinned memory
+        copied = torch.cuda.Event() if numbers.is_cuda else None
+        if copied is not None:
+            copied.record()
+
+        def read() -> Update:
+            if copied is not None:
+                copied.synchronize()
+            total_nll, gradient_norm = on_host.tolist()
+            finite = math.isfinite(total_nll) and math.isfinite(gradient_norm)
+            return Update(finite, total_nll, gradient_norm, recomputed)
+
+        return read
+
+    @property
+    def _clip(self) -> float:
+        return self.clip if self.clip is not None else math.inf
+
+    def _update(
+        self, through: Tensor, nll: Tensor, recomputed: float, learning_rate: float, mark: Callable[[str], None]
+    ) -> Update:
         accelerator = self.engine.accelerator
         accelerator.backward(through)
         self.reduction.backward_done()
         mark("backward")
-        clip = self.clip if self.clip is not None else math.inf
-        norm = float(accelerator.clip_grad_norm_(self.parameters.values(), clip))  # of averaged gradients: on all alike
+        # Of averaged gradients: the same on all processes.
+        norm = float(accelerator.clip_grad_norm_(self.parameters.values(), self._clip))
         total_nll, recomputed = self.engine.sums([nll.item(), recomputed])
         finite = math.isfinite(total_nll) and math.isfinite(norm)
         if finite:

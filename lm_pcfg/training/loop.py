@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,6 +74,15 @@ def train(settings: Settings) -> Path:
     return start.folder
 
 
+class Unread(NamedTuple):
+    """An update that was made, but whose figures the host has not looked at."""
+
+    step: int
+    outcome: Callable[[], Update]
+    sentences: float
+    words: float
+
+
 class Trainer:
     def __init__(self, settings: Settings, engine: Engine, vocabulary: AnyVocabulary | None):
         self.settings, self.engine = settings, engine
@@ -85,6 +95,7 @@ class Trainer:
         self.average = MovingAverage(self.learner.pieces(), settings.ema.decay) if settings.ema.decay else None
         self.position = Position()
         self.throughput = Throughput()
+        self._unread: Unread | None = None
         self._saved_step = 0
         self.total_steps = self._count_steps()
 
@@ -102,9 +113,10 @@ class Trainer:
     def step(self, batches: list[Batch]) -> bool:
         """One forward and one backward pass of the networks, whatever the number of micro-batches.
 
-        False: loss or gradient were not finite, and the update was left out.
+        False: loss or gradient were not finite, and the update was left out: of this step, or of the one before where
+        the host learns of it late (Learner.reads_late).
         """
-        settings, position = self.settings, self.position
+        settings, position, skipped_before = self.settings, self.position, self.position.skipped
         by_tokens = settings.loss.normalise == "tokens"
         own = [float(sum(batch.n_sentences for batch in batches)), float(sum(batch.n_words for batch in batches))]
         sentences, words = self.engine.sums(own)  # of all ranks
@@ -112,13 +124,16 @@ class Trainer:
         factor = learning_rate_factor(settings.optimizer.schedule, position.step, self.total_steps)
         self.learning_rate = settings.optimizer.learning_rate * factor
         if not sentences:  # every rank's shard was lost: nothing to learn from, on any rank
+            self.settle()
+            position.step += 1
             self._count(Update(True, 0.0, 0.0, 0.0), 0.0, 0.0)
-            return True
+            return position.skipped == skipped_before
 
         nll = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         statistics = Statistics()
         with product_precision(self.computation.precision):
             grammar = self._grammar()
+            self.settle()  # while the networks are computed
             leaves = grammar.detached()
             for batch in batches:
                 if batch.n_sentences:
@@ -131,19 +146,32 @@ class Trainer:
                     nll -= log_z.detach().double().sum()
             self.computation.mark("inside")
             through = backward_through(grammar, leaves)
-            update = self.learner.update(
+            outcome = self.learner.update(
                 through, nll, float(statistics.recomputed), self.learning_rate, self.computation.mark
             )
-        if update.applied and self.average is not None:
-            self.average.update(self.learner.pieces())
-        self._count(update, sentences, words)
+        position.step += 1
+        self._unread = Unread(position.step, outcome, sentences, words)
+        if not self.learner.reads_late:
+            self.settle()
         self.throughput.steps += 1
         self.throughput.sentences += own[0]
         self.throughput.words += own[1]
         self.throughput.communication += self.learner.reduction.take()
         if self.computation.shards is not None:
             self.throughput.communication += self.computation.shards.waited()
-        return update.applied
+        return position.skipped == skipped_before
+
+    def settle(self) -> None:
+        """Count what the last update came to, if that is not known yet, and take it into the moving average."""
+        if self._unread is None:
+            return
+        unread, self._unread = self._unread, None
+        update = unread.outcome()
+        if update.applied and self.average is not None:
+            self.average.update(self.learner.pieces())
+        if not update.applied:
+            self._skipped_step = unread.step
+        self._count(update, unread.sentences, unread.words)
 
     def _grammar(self) -> Grammar:
         """Of this step, with its dropout; all processes take part."""
@@ -168,7 +196,6 @@ class Trainer:
 
     def _count(self, update: Update, sentences: float, words: float) -> None:
         position, window = self.position, self.position.window
-        position.step += 1
         window.steps += 1
         window.recomputed += update.recomputed
         if update.applied:
@@ -218,7 +245,7 @@ class Trainer:
     def _loop(self, stop: StopSignals, bar: Progress) -> tuple[bool, str]:
         """Whether the run came to its own end, and why it ended, in words."""
         settings, position = self.settings, self.position
-        self._clock = time.perf_counter()
+        self._clock, self._skipped_told = time.perf_counter(), position.skipped
         if position.evaluation_pending and self._evaluate(stop, bar):  # the run was stopped before this evaluation
             self._save()
         while position.step < self.total_steps and not self._out_of_patience():
@@ -227,10 +254,8 @@ class Trainer:
                     self._save()
                 return False, f"stopped by {stop.received or 'another process'} after step {position.step}"
             epoch, batch_of_epoch = self.stream.epoch, self.stream.state()["batch"]
-            if not self._timed_step():
-                if self.engine.is_main:
-                    bar.message(f"step {position.step}: loss or gradient is not finite, update skipped")
-                self.engine.on_main(self._stop_if_hopeless)
+            self._timed_step()
+            self._tell_skipped(bar)
             position.evaluation_pending = self._evaluation_is_due(epoch, batch_of_epoch)
             detail = ""
             if position.step % settings.training.log_every == 0 or position.evaluation_pending:
@@ -243,6 +268,7 @@ class Trainer:
                 self._save()
         if position.step != self._saved_step:
             self._save()
+        self._tell_skipped(bar)
         best = ""
         if position.best_nll is not None:
             best = f", best validation perplexity {perplexity(position.best_nll):.3f} at step {position.best_step}"
@@ -251,14 +277,22 @@ class Trainer:
         why = "no improvement" if self._out_of_patience() else "finished"
         return True, f"{why} after step {position.step}{best}"
 
-    def _timed_step(self) -> bool:
+    def _timed_step(self) -> None:
         times, waited, began = self.throughput, self.engine.waited, time.perf_counter()
         batches = self.stream.next_step()
         times.data += time.perf_counter() - began
-        applied = self.step(batches)
+        self.step(batches)
         times.communication += self.engine.waited - waited
         times.total += time.perf_counter() - began
-        return applied
+
+    def _tell_skipped(self, bar: Progress) -> None:
+        """Every skipped update is told; too many in a row end the run, on all processes."""
+        if self.position.skipped == self._skipped_told:
+            return
+        self._skipped_told = self.position.skipped
+        if self.engine.is_main:
+            bar.message(f"step {self._skipped_step}: loss or gradient is not finite, update skipped")
+        self.engine.on_main(self._stop_if_hopeless)
 
     def _stop_if_hopeless(self) -> None:
         in_a_row = self.position.skipped_in_a_row
@@ -302,6 +336,7 @@ class Trainer:
     def _evaluate(self, stop: StopSignals, bar: Progress) -> bool:
         """Whether it came to its end; it stays pending if a process was asked to stop before that."""
         assert self.corpora.valid is not None
+        self.settle()
         weights = self.learner.whole(self.average.weights if self.average else self.learner.pieces())
         result = evaluate(
             self.skeleton, weights, self.corpora.valid, self.settings, self.engine, lambda: stop.received is not None
@@ -325,6 +360,7 @@ class Trainer:
 
     def _log_window(self, epoch: int) -> str:
         """Write the sums since the last time; what the progress line shows."""
+        self.settle()
         self._take_time()
         window, seconds = self.position.window, self.position.window.seconds
         speeds = self.throughput.metrics(self.engine)
@@ -378,6 +414,7 @@ class Trainer:
         None while updates are being skipped: what led there may have spoilt the weights, and the checkpoints before it
         must not make room for theirs. (Unless they were just found to be the best: then they are well.)
         """
+        self.settle()
         position = self.position
         if position.skipped_in_a_row and position.best_step != position.step:
             return

@@ -131,6 +131,7 @@ def _timed(trainer: Trainer, steps: int) -> Row:
         trainer.step(batches)
     _synchronize(device)
     seconds = time.perf_counter() - began
+    trainer.settle()
     if trainer.position.skipped:
         return {"note": f"{trainer.position.skipped} of {2 * steps} updates were not finite"}
 
@@ -140,6 +141,7 @@ def _timed(trainer: Trainer, steps: int) -> Row:
         batches = trainer.stream.next_step()
         clock.begin()
         trainer.step(batches)
+        trainer.settle()
         clock.part_ended("optimizer")
     parts: Row = {f"{part}_ms": round(1e3 * clock.seconds[part] / steps, 3) for part in PARTS}
     peak: Row = {}

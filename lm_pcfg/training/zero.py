@@ -49,13 +49,8 @@ class ZeroLearner(Learner):
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
-    def update(
-        self,
-        through: Tensor,
-        nll: Tensor,
-        recomputed: float,
-        learning_rate: float,
-        mark: Callable[[str], None] = lambda part: None,
+    def _update(
+        self, through: Tensor, nll: Tensor, recomputed: float, learning_rate: float, mark: Callable[[str], None]
     ) -> Update:
         """The loss is summed first: where it is not finite, no process enters the backward pass, which would step.
 
