@@ -256,7 +256,7 @@ def test_clipping_limits_the_gradient(tmp_path):
 
 
 def read_late(monkeypatch, late: bool) -> None:
-    """True: as one process on a GPU does it. Adam's kernel leaves an update out, and the host learns of it a step later."""
+    """True: as one process on a GPU. Adam's kernel leaves an update out, and the host learns of it a step later."""
     original, adam = loop.make_learner, torch.optim.Adam
 
     def make_learner(*arguments):
