@@ -33,8 +33,10 @@ def main(config: Path, out: Path, overrides: list[str]) -> None:
     losses = []
     for _ in range(STEPS):
         before = trainer.position.window.nll
-        assert trainer.step(trainer.stream.next_step())
+        trainer.step(trainer.stream.next_step())
+        trainer.settle()
         losses.append(trainer.position.window.nll - before)
+    assert not trainer.position.skipped
     counted = trainer.engine.gather(logits)
     if trainer.engine.is_main:
         out.write_text(json.dumps({"losses": losses, "logits": counted, "device": str(trainer.engine.device)}))

@@ -16,7 +16,8 @@ def dry_run(settings: Settings) -> dict[str, Any]:
     trainer = Trainer(settings, Engine(settings), None)
     batches = trainer.stream.costliest_step(settings.training.epochs - 1)  # what has to fit
     began = time.perf_counter()
-    finite = trainer.step(batches)
+    trainer.step(batches)
+    trainer.settle()
     seconds = time.perf_counter() - began
     window = trainer.position.window
     device = trainer.engine.describe()
@@ -30,7 +31,7 @@ def dry_run(settings: Settings) -> dict[str, Any]:
         "total_steps": trainer.total_steps,
         "sentences": sum(batch.n_sentences for batch in batches),
         "words": sum(batch.n_words for batch in batches),
-        "nll_per_sentence": window.nll / max(1.0, window.sentences) if finite else math.inf,
+        "nll_per_sentence": window.nll / max(1.0, window.sentences) if not trainer.position.skipped else math.inf,
         "first_step_seconds": round(seconds, 3),
         "peak_memory": peak_memory(trainer.engine.device),
     }
