@@ -49,22 +49,22 @@ def train(settings: Settings) -> Path:
     with telling_lost_contact():
         engine = Engine(settings)  # until all have met, a signal ends this process at once
     with StopSignals() as stop, telling_lost_contact(), ExitStack() as at_end:
-        start = engine.on_main(lambda: choose_start(settings, warn))
+        start = engine.on_main(lambda: choose_start(settings))
         folder = RunFolder(start.folder)
         engine.on_main(folder.claim)
         at_end.callback(folder.release)
-        source = start.from_checkpoint
+        source = engine.on_main(lambda: start.find_checkpoint(warn))
         vocabulary = engine.together(lambda: folder.load_vocabulary(source)) if source else None
         trainer = Trainer(settings, engine, vocabulary)
-        if start.from_checkpoint is not None:
-            same_run = checkpoint.run_folder_of(start.from_checkpoint) == start.folder.resolve()
-            trainer.restore(start.from_checkpoint, same_run=same_run)
+        if source is not None:
+            same_run = checkpoint.run_folder_of(source) == start.folder.resolve()
+            trainer.restore(source, same_run=same_run)
             if same_run:
                 engine.on_main(lambda: trainer.repair_best(start.folder))
         engine.on_main(lambda: folder.begin(settings, trainer.corpora.vocabulary, source))
         description = engine.describe()
         if engine.is_main:
-            where = f", continued from step {trainer.position.step}" if start.from_checkpoint else ""
+            where = f", continued from step {trainer.position.step}" if source else ""
             shards = trainer.computation.shards
             emission = f", emission in {shards.count} shards" if shards is not None else ""
             say(f"run {start.folder}{where}: {description}{emission}")
