@@ -40,8 +40,8 @@ command -v accelerate >/dev/null || fail "no accelerate on the PATH: set VENV to
 # The settings, one an element; quotes in OVERRIDES keep spaces together.
 [ -n "${CONFIG:-}" ] || fail "no CONFIG: use CONFIG=configs/tiny.yaml sbatch ..."
 settings=(resume=auto)
-if [ -n "${OVERRIDES:-}" ]; then
-  separated=$(xargs printf '%s\n' <<<"$OVERRIDES") || fail "OVERRIDES cannot be taken apart: $OVERRIDES"
+separated=$(xargs -r printf '%s\n' <<<"${OVERRIDES:-}") || fail "OVERRIDES cannot be taken apart: $OVERRIDES"
+if [ -n "$separated" ]; then
   mapfile -t -O 1 settings <<<"$separated"
 fi
 
@@ -96,6 +96,7 @@ train_job() {
     while kill -0 "$srun" 2>/dev/null; do
       wait "$srun" # a trap ends this early
     done
+    trap '' USR1 # a late warning must not take the place of the status
     wait "$srun"
     status=$?
     srun=

@@ -38,6 +38,7 @@ from lm_pcfg.training.saving import Saver, load_fitting
 from lm_pcfg.training.stop_signals import StopSignals
 from lm_pcfg.training.throughput import Throughput
 from lm_pcfg.training.tracking import NoTracker, Status, Tracker
+from lm_pcfg.training.word_of_stop import WordOfStop
 
 
 class TrainingStopped(UserError):
@@ -188,6 +189,7 @@ class Trainer:
         self.folder = folder
         self.metrics = MetricsFile(folder.path / "metrics.jsonl", warn)
         self.saver = Saver(folder.path, self.settings.checkpoint.keep_last)
+        self.word_of_stop = WordOfStop(stop, self.engine)
         self.tracker = self._start_tracking()
         status: Status = "FAILED"
         try:
@@ -219,7 +221,7 @@ class Trainer:
         """Whether the run came to its own end, and why it ended, in words."""
         settings, position = self.settings, self.position
         self._clock = time.perf_counter()
-        if position.evaluation_pending and self._evaluate(stop, bar):  # the run was stopped before this evaluation
+        if position.evaluation_pending and self._evaluate(bar):  # the run was stopped before this evaluation
             self._save()
         while position.step < self.total_steps and not self._out_of_patience():
             if self._stop_agreed(stop):
@@ -237,7 +239,7 @@ class Trainer:
                 detail = self._log_window(epoch)
             bar.advance(1, detail)
             if position.evaluation_pending and not self._stop_agreed(stop):
-                if self._evaluate(stop, bar):
+                if self._evaluate(bar):
                     self._save()
             elif settings.checkpoint.every_steps and position.step % settings.checkpoint.every_steps == 0:
                 self._save()
@@ -299,13 +301,12 @@ class Trainer:
 
     # ---- evaluation, metrics, checkpoints ---------------------------------------------------------------------------
 
-    def _evaluate(self, stop: StopSignals, bar: Progress) -> bool:
+    def _evaluate(self, bar: Progress) -> bool:
         """Whether it came to its end; it stays pending if a process was asked to stop before that."""
         assert self.corpora.valid is not None
         weights = self.learner.whole(self.average.weights if self.average else self.learner.pieces())
-        result = evaluate(
-            self.skeleton, weights, self.corpora.valid, self.settings, self.engine, lambda: stop.received is not None
-        )
+        stop_asked = self.word_of_stop.heard
+        result = evaluate(self.skeleton, weights, self.corpora.valid, self.settings, self.engine, stop_asked)
         self._clock = time.perf_counter()  # an evaluation is no training
         if result is None:
             return False
