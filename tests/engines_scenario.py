@@ -132,7 +132,7 @@ def evaluates_alike(folder: Path, engine: str) -> None:
 
 
 def stops_in_an_evaluation(folder: Path, engine: str) -> None:
-    """The last rank alone is asked to; the others hear of it in mid-text. The resumed run ends as the undisturbed one."""
+    """The last rank alone is asked to, the others hear of it in mid-text; resumed, it ends as the undisturbed run."""
     world_size = os.environ["WORLD_SIZE"]
     whole, stopped = (folder / "runs" / f"{engine}-{world_size}{end}" for end in ("", "-stopped-again"))
     signalled = os.environ["RANK"] == str(int(world_size) - 1)

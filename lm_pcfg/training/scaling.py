@@ -159,7 +159,8 @@ def predict(
 ) -> Prediction:
     """sentences: of each GPU (the batch grows with the GPUs); all_sentences: of all together (it does not).
 
-    emission_shards: None - all GPUs, as the trainer's `auto`. spread: standard deviation of a rank's time in the inside algorithm, as a part of it.
+    emission_shards: None - all GPUs, as the trainer's `auto`.
+    spread: standard deviation of a rank's time in the inside algorithm, as a part of it.
     """
     own = all_sentences / gpus if all_sentences is not None else float(sentences)
     shards = gpus if emission_shards is None else min(emission_shards, gpus)

@@ -62,7 +62,7 @@ def report(
             measured=measured,
             spread=options["spread"],
             emission_shards=options["emission_shards"],
-        ),  # fmt: skip
+        ),
         "predictions": [asdict(prediction) for prediction in predictions],
         "zero_megabytes_a_gpu": {  # stages 0 (DDP) to 3
             gpus: [scaling.zero_bytes(parameters, gpus, stage) / 1e6 for stage in range(4)]
