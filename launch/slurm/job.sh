@@ -85,10 +85,16 @@ train_job() {
   say "$ENGINE, nodes: $nodes, processes a node: $PROCESSES_PER_NODE, GPUs a node: $GPUS_PER_NODE," \
     "rendezvous: $MAIN_ADDRESS:$MAIN_PORT, logs: $LOGS"
 
+  # From version 22.05 on srun does not take these over from sbatch, and would give each node's task a single one.
+  local cpus=()
+  if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
+    cpus=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+  fi
+
   status=0
   if [ -z "$warned" ]; then
-    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=600 --cpu-bind=none \
-      --mpi=none --export=ALL bash "$repository/launch/slurm/node.sh" --config "$CONFIG" "${settings[@]}" &
+    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 "${cpus[@]}" --kill-on-bad-exit=1 --wait=600 \
+      --cpu-bind=none --mpi=none --export=ALL bash "$repository/launch/slurm/node.sh" --config "$CONFIG" "${settings[@]}" &
     srun=$!
     if [ -n "$warned" ]; then # in between
       kill -USR1 "$srun"
