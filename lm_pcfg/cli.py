@@ -16,7 +16,7 @@ import typer
 from lm_pcfg import cli_bench, cli_data
 from lm_pcfg.cli_output import Json, print_json, print_table, show
 from lm_pcfg.console import progress, say, warn
-from lm_pcfg.errors import FailedElsewhere, UserError
+from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
 
 app = typer.Typer(
     help="Probabilistic context-free grammars as language models.",
@@ -242,6 +242,15 @@ _WrongUsage: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__na
 
 
 def main() -> None:
+    try:
+        status = _run()
+    except Exception as error:  # a bug: Python shows where
+        _tell_launcher(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        raise
+    sys.exit(status)
+
+
+def _run() -> int:
     """Exit status 0 success, 1 a failure with one clear line, 2 wrong usage. No traceback for a user's mistake."""
     try:
         status = app(standalone_mode=False) or 0
@@ -250,12 +259,16 @@ def main() -> None:
         sys.stdout.flush()
     except _WrongUsage as error:
         error.show()
+        _tell_launcher(error.format_message())
         status = error.exit_code
-    except FailedElsewhere:
+    except FailedElsewhere as error:
         time.sleep(_TIME_TO_SPEAK)
+        _tell_launcher(str(error))
         status = 1
+    except LostContact as error:
+        status = _fail(str(error), seconds_after=_TIME_TO_SPEAK)
     except UserError as error:
-        status = _fail(str(error), error)
+        status = _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         say("lm_pcfg: interrupted")
         status = 130
@@ -277,7 +290,7 @@ def main() -> None:
             raise
         status = _fail(f"cannot write: {error.strerror}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write has nowhere to go
-    sys.exit(status)
+    return status
 
 
 def _have_met() -> bool:
@@ -286,16 +299,24 @@ def _have_met() -> bool:
     return torch is not None and torch.distributed.is_initialized()
 
 
-def _fail(message: str, error: Exception | None = None) -> int:
-    """Of several processes each says which it is; torchrun shows the first error in its summary, if it is told."""
+def _fail(message: str, seconds_after: float = 0.0) -> int:
+    """Of several processes each says which it is. seconds_after: for those that failed first to be noticed first."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     if several and not _have_met() and os.environ.get("LOCAL_RANK", "0") != "0":
         # What is wrong before they meet is wrong with all processes of this host: the first of them says so, and the
         # launcher ends the others. If it does not come to that, they speak, too.
         time.sleep(_TIME_TO_SPEAK)
-    say(f"lm_pcfg: error: {'rank ' + os.environ.get('RANK', '?') + ': ' if several else ''}{message}")
-    if error is not None and "TORCHELASTIC_ERROR_FILE" in os.environ and "torch" in sys.modules:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
+    say(f"lm_pcfg: error: {_rank()}{message}")
+    time.sleep(seconds_after)
+    _tell_launcher(message)
     return 1
+
+
+def _rank() -> str:
+    return f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+
+
+def _tell_launcher(message: str) -> None:
+    from lm_pcfg.training import launcher
+
+    launcher.tell_failure(f"{_rank()}{message}")

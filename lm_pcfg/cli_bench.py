@@ -96,7 +96,10 @@ def bench_scaling(
     inside_ms: Annotated[float | None, typer.Option(min=0, help="The same of the inside algorithm alone.")] = None,
     sentences: Annotated[int, typer.Option(min=1, help="Of each GPU: the batch grows with the GPUs.")] = 16,
     all_sentences: Annotated[int | None, typer.Option(min=1, help="Of all GPUs: the batch does not grow.")] = None,
-    emission_shards: Annotated[int, typer.Option(min=1, help="Ranks that share the emission's normalisers.")] = 1,
+    emission_shards: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks that share the emission's normalisers; default: all, as in training."),
+    ] = None,
     spread: Annotated[float, typer.Option(min=0, help="Deviation of ranks' inside times, as a part of them.")] = 0.0,
     gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
     within: Annotated[str, typer.Option(help="Link of GPUs in a node: nvlink, pcie.")] = "nvlink",

@@ -9,9 +9,9 @@ if __name__ == "__main__":
     repository = Path(__file__).resolve().parents[1]
     sys.path[0:1] = [str(repository), str(repository / "kernels")]
 
-    from lm_pcfg.training.stop_signals import follow_launcher
+    from lm_pcfg.training import launcher
 
-    follow_launcher()  # before the imports that take seconds
+    launcher.follow()  # before the imports that take seconds
 
     from lm_pcfg.cli import main
 

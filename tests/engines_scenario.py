@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -13,8 +15,9 @@ from safetensors.torch import load_file
 
 from lm_pcfg.grammar.boundary import Grammar
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training import checkpoint, loop
+from lm_pcfg.training import checkpoint, evaluation, loop
 from lm_pcfg.training.engine import Engine
+from lm_pcfg.training.metrics_file import read_metrics
 
 BATCHES_A_STEP = 4  # of all ranks together, so that every world size makes the same steps
 STEPS, SAVED = 30, 15
@@ -34,14 +37,17 @@ def settings_of(folder: Path, name: str, *overrides: str):
     return load_settings(folder / "small.yaml", [f"name={name}", accumulate, *overrides])
 
 
+def expectations(engine: str) -> list[str]:
+    asked = {"single": "single", "ddp": "ddp"}.get(engine, "deepspeed")
+    stage = [f"engine.zero_stage={engine[-1]}"] if asked == "deepspeed" else []
+    return [f"engine.expect={asked}", f"engine.world_size={os.environ.get('WORLD_SIZE', '1')}", *stage]
+
+
 def train_and_resume(folder: Path, engine: str) -> None:
     """30 steps; then steps 16 to 30 again, from the checkpoint of whoever trained last at another world size."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     name = f"{engine}-{world_size}"
-    asked = {"single": "single", "ddp": "ddp"}.get(engine, "deepspeed")
-    overrides = [f"engine.expect={asked}", f"engine.world_size={world_size}"]
-    if asked == "deepspeed":
-        overrides.append(f"engine.zero_stage={engine[-1]}")
+    overrides = expectations(engine)
     loop.train(settings_of(folder, name, *overrides))
     others = sorted(path.name for path in (folder / "runs").iterdir() if not path.name.endswith(("again", world_size)))
     if others:
@@ -125,8 +131,57 @@ def evaluates_alike(folder: Path, engine: str) -> None:
         file.write_text(json.dumps([result.score.nll.hex(), result.score.words, result.score.lines]))
 
 
+def stops_in_an_evaluation(folder: Path, engine: str) -> None:
+    """The last rank alone is asked to, the others hear of it in mid-text; resumed, it ends as the undisturbed run."""
+    world_size = os.environ["WORLD_SIZE"]
+    whole, stopped = (folder / "runs" / f"{engine}-{world_size}{end}" for end in ("", "-stopped-again"))
+    signalled = os.environ["RANK"] == str(int(world_size) - 1)
+    original = evaluation.sentence_log_probabilities
+
+    def disturbed(*arguments, on_batch, **how):
+        def meanwhile(lines: int) -> None:
+            if signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(600):
+                time.sleep(0.1)
+                on_batch(lines)
+            raise AssertionError("not heard in a minute")
+
+        return original(*arguments, on_batch=meanwhile, **how)
+
+    evaluation.sentence_log_probabilities = disturbed
+    overrides = [*expectations(engine), "resume=auto"]
+    loop.train(settings_of(folder, stopped.name, *overrides))
+    evaluation.sentence_log_probabilities = original
+    writes = os.environ["RANK"] == "0"
+    if writes:
+        state = checkpoint.verify(checkpoint.latest(stopped))
+        assert (state["step"], state["evaluation_pending"]) == (SAVED, True)
+        assert not (stopped / "FINISHED").exists()
+    loop.train(settings_of(folder, stopped.name, *overrides))
+    if writes:
+        assert (stopped / "FINISHED").exists()
+        assert evaluations(stopped) == evaluations(whole)
+
+
+def evaluations(run: Path) -> list[dict]:
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if "valid/nll" in line]
+    return [{key: value for key, value in line.items() if "time" not in key and "second" not in key} for line in lines]
+
+
+def opens_all_others(folder: Path) -> None:
+    """One process without any engine continues what each of them has saved, to the end."""
+    for run in ("ddp-4", "zero1-2", "zero2-4", "zero3-2"):
+        source = folder / "runs" / run / "checkpoints" / f"step-{SAVED:08d}"
+        loop.train(settings_of(folder, f"single-1-from-{run}", f"resume={source}", *expectations("single")))
+
+
 def main(folder: Path, engines: list[str]) -> None:
     assert checkpoint.FORMAT == 1
+    if engines == ["last"]:
+        opens_all_others(folder)
+        restores_exactly(folder, "single")
+        return
     for engine in engines:
         use_engine(engine)
         train_and_resume(folder, engine)
@@ -135,6 +190,8 @@ def main(folder: Path, engines: list[str]) -> None:
         restores_exactly(folder, engine)
         skips_together(folder, engine)
         evaluates_alike(folder, engine)
+        if os.environ.get("WORLD_SIZE", "1") == "2" and engine in ("ddp", "zero3"):
+            stops_in_an_evaluation(folder, engine)
 
 
 if __name__ == "__main__":

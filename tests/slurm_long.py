@@ -83,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=4, help="interruptions of each training")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="cases with this in their name")
     options = parser.parse_args()
     if reason := slurm_cluster.missing():
         sys.exit(f"there can be no SLURM cluster here: {reason}")
@@ -91,6 +92,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root, Cluster(Path(root) / "slurm") as cluster:
         folder = Path(root)
         for name, (script, sbatch_options, environment) in CASES.items():
+            if options.only not in name:
+                continue
             settings = "training.max_steps=400 checkpoint.every_steps=30"
             whole = Job(
                 cluster, folder, script, *sbatch_options, settings=f"name=whole-{script} {settings}", **environment
@@ -102,11 +105,12 @@ def main() -> None:
             done = interrupted(broken, options.times)
             broken.end()
             same = broken.metrics() == whole.metrics()
-            failures += not same or broken.restarts() != len(done) or not done
             loss = broken.metrics()[-1]["valid/nll"]
-            print(
-                f"{name}: {', '.join(done)}: final nll {loss:.6f}, {'the same' if same else 'NOT THE SAME'}", flush=True
-            )
+            result = f"final nll {loss:.6f}, {'the same' if same else 'NOT THE SAME'}"
+            if broken.restarts() != len(done):
+                result += f", BUT {broken.restarts()} RESTARTS\n{broken.said()}"
+            failures += not same or broken.restarts() != len(done) or not done
+            print(f"{name}: {', '.join(done)}: {result}", flush=True)
     sys.exit(bool(failures))
 
 

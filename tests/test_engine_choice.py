@@ -55,6 +55,11 @@ def test_one_process_says_so(tmp_path):
     [
         ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}, "bf16 would round the weights"),
         ({"zero_optimization": {"stage": 0}}, "DeepSpeed without ZeRO"),
+        ({"communication_data_type": "bf16", "zero_optimization": {"stage": 2}}, "communication_data_type: bf16 would"),
+        (
+            {"data_types": {"grad_accum_dtype": "fp16"}, "zero_optimization": {"stage": 1}},
+            "grad_accum_dtype: fp16 would",
+        ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param is not supported"),
     ],
 )
@@ -76,14 +81,14 @@ def test_workers_that_a_launcher_restarts_go_on_with_their_own_run(tmp_path, mon
     settings = load_settings(write_config(tmp_path), ["training.max_steps=2"])
     first, second, third = (loop.train(settings) for _ in range(3))
     assert [first.name, second.name, third.name] == ["small", "small-2", "small-3"]
-    assert choose_start(settings, print).folder.name == "small-4"
+    assert choose_start(settings).folder.name == "small-4"
     for other in (first, third):  # of other launchers
         (other / ".lock").write_text("elsewhere 1 2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    start = choose_start(settings, print)
-    assert (start.folder, start.from_checkpoint.name) == (second, "step-00000002")
+    start = choose_start(settings)
+    assert (start.folder, start.find_checkpoint(print).name) == (second, "step-00000002")
     again = load_settings(tmp_path / "small.yaml", ["resume=auto"])
-    assert choose_start(again, print).folder == first  # `auto` names the run itself
+    assert choose_start(again).folder == first  # `auto` names the run itself
 
 
 class TwoProcesses(Collectives):

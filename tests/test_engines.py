@@ -28,13 +28,14 @@ def trained(tmp_path_factory) -> Path:
         inside={"precision": "fp64"},
         training={"epochs": 20, "max_steps": STEPS},
         optimizer={"schedule": {"kind": "cosine", "warmup_steps": 4}},
-        evaluation={"every_epochs": None, "every_steps": SAVED, "patience": None},
+        evaluation={"every_epochs": None, "every_steps": SAVED, "patience": None, "batch_cost": 30},  # several batches
         checkpoint={"keep_last": 9},
     )
     run_ranks(1, [SCENARIO, str(folder), "single"])
     run_ranks(4, [SCENARIO, str(folder), "ddp", *ZERO])
     run_ranks(2, [SCENARIO, str(folder), "ddp", *ZERO])
     run_ranks(3, [SCENARIO, str(folder), "ddp"])
+    run_ranks(1, [SCENARIO, str(folder), "last"])
     return folder
 
 
@@ -55,6 +56,14 @@ RUNS = [f"{engine}-{world_size}" for world_size in (2, 4) for engine in ("ddp", 
 def test_thirty_steps_are_the_same_under_every_engine(trained, run):
     for file in ("model", "ema"):
         assert distance(last(trained, "single-1", file), last(trained, run, file)) < 1e-5
+
+
+@pytest.mark.parametrize("run", ["ddp-4", "zero1-2", "zero2-4", "zero3-2"])
+def test_one_process_continues_what_any_engine_saved(trained, run):
+    for file in ("model", "ema"):
+        assert distance(last(trained, run, file), last(trained, f"single-1-from-{run}", file)) < 1e-5
+    ends = [last(trained, name, "optimizer") for name in (run, f"single-1-from-{run}")]
+    assert distance(*ends) < 1e-4
 
 
 def test_a_world_size_that_divides_nothing_resumes_too(trained):

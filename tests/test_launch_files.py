@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -45,6 +46,38 @@ def test_every_script_is_requeued_warned_and_keeps_its_log(script):
     for directive in ("--requeue", "--signal=B:USR1@120", "--open-mode=append", "--ntasks-per-node=1"):
         assert f"#SBATCH {directive}\n" in text
     assert subprocess.run(["bash", "-n", script]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings"),
+    [
+        (None, []),
+        ("", []),
+        ("  \n", []),
+        ("seed=1  'data.train=my file.txt' name=\"x y\"", ["seed=1", "data.train=my file.txt", "name=x y"]),
+    ],
+)
+def test_overrides_of_a_job_are_taken_apart_at_spaces_outside_of_quotes(tmp_path, overrides, settings):
+    words = split_by_job_script(tmp_path, overrides)
+    assert words.stdout.splitlines() == ["resume=auto", *settings]
+
+
+def test_overrides_that_cannot_be_taken_apart_are_named(tmp_path):
+    result = split_by_job_script(tmp_path, "name='half")
+    assert result.returncode == 1
+    assert "error: OVERRIDES cannot be taken apart: name='half" in result.stderr
+
+
+def split_by_job_script(folder: Path, overrides: str | None) -> subprocess.CompletedProcess:
+    """What job.sh makes of OVERRIDES, where there is an `accelerate` and nothing of SLURM."""
+    accelerate = folder / "bin" / "accelerate"
+    accelerate.parent.mkdir()
+    accelerate.touch(mode=0o755)
+    variables = {"PATH": os.environ["PATH"], "VENV": str(folder), "CONFIG": "any.yaml", "SLURM_JOB_ID": "1"}
+    if overrides is not None:
+        variables["OVERRIDES"] = overrides
+    script = f'repository={LAUNCH.parent}; source "$repository/launch/slurm/job.sh"; printf "%s\\n" "${{settings[@]}}"'
+    return subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True)
 
 
 def test_the_readme_tells_of_every_file_and_of_every_variable():

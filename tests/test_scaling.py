@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -40,7 +43,9 @@ def test_one_gpu_needs_no_communication():
 
 def test_links_of_infinite_speed_lose_nothing_if_the_batch_grows():
     free = replace(LINKS["nvlink"], gigabytes_per_second=float("inf"), microseconds=0.0)
-    assert at(1024, Machines(within=free, between=free)).efficiency == pytest.approx(1.0)
+    machines = Machines(within=free, between=free)
+    assert at(1024, machines, emission_shards=1).efficiency == pytest.approx(1.0)
+    assert at(1024, machines).efficiency > 1.0  # the emission is divided, which one GPU computes alone
 
 
 def test_all_reduce_of_a_ring_on_one_node_moves_twice_the_gradients():
@@ -49,7 +54,7 @@ def test_all_reduce_of_a_ring_on_one_node_moves_twice_the_gradients():
 
 
 def test_efficiency_falls_with_gpus_and_with_slower_links():
-    efficiencies = [at(gpus).efficiency for gpus in scaling.gpu_counts(1024)]
+    efficiencies = [at(gpus, emission_shards=1).efficiency for gpus in scaling.gpu_counts(1024)]
     assert efficiencies == sorted(efficiencies, reverse=True)
     slow = Machines(between=LINKS["ethernet-10"])
     assert at(16, slow).efficiency < at(16).efficiency
@@ -62,8 +67,16 @@ def test_repeated_rules_bite_where_the_batch_does_not_grow():
     assert crowded.compute_ms > step.rules + step.optimizer
     assert crowded.efficiency < 0.5
     assert at(1024, all_sentences=1024, emission_shards=8).compute_ms == pytest.approx(
-        crowded.compute_ms - step.emission * 7 / 8
+        crowded.compute_ms + step.emission * (1 / 8 - 1 / 1024)
     )
+
+
+def test_the_emission_is_divided_as_the_trainer_does_it():
+    from lm_pcfg.training.engine import shard_count
+
+    for gpus in (1, 8, 1024):
+        assert at(gpus) == at(gpus, emission_shards=shard_count("auto", gpus))
+    assert at(8).normalizers_ms > at(8, emission_shards=1).normalizers_ms == 0.0
 
 
 def test_a_measured_step_replaces_the_table():
@@ -100,3 +113,14 @@ def test_the_command_takes_the_model_of_a_config():
     options = ["--config", "configs/tiny.yaml", "--words", "303", "--step-ms", "2", "--json"]
     report = json.loads(CliRunner().invoke(app, ["bench", "scaling", *options]).stdout)
     assert report["parameters"] == 160 + 2 * 64 * 160 + 96 * 303
+
+
+def test_the_table_of_the_readme_is_what_the_command_says():
+    text = (Path(__file__).resolve().parents[1] / "launch" / "README.md").read_text(encoding="utf-8")
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if re.match(r"\| .* \| 100 % \|", line)]
+    assert len(rows) == 6
+    for title, *figures in rows:
+        options = shlex.split(found[1]) if (found := re.search(r"`(--.*)`", title)) else []
+        report = json.loads(CliRunner().invoke(app, ["bench", "scaling", "--json", *options]).stdout)
+        shown = [p["efficiency"] for p in report["predictions"] if p["gpus"] in (1, 8, 16, 64, 128, 1024)]
+        assert [float(figure.strip(" |%")) for figure in figures] == [round(100 * value, 1) for value in shown], title

@@ -89,8 +89,10 @@ def test_slurms_early_warning_saves_and_requeues(cluster, folder):
 
 
 def test_scancel_saves_and_leaves_no_process(cluster, folder):
-    job = Job(cluster, folder, "single_node", settings="name=cancelled training.max_steps=3000", PROCESSES_PER_NODE="2")
+    settings = "name=cancelled training.max_steps=3000"
+    job = Job(cluster, folder, "single_node", "--cpus-per-task=2", settings=settings, PROCESSES_PER_NODE="2")
     job.wait_for_checkpoint()
+    assert "CPUs=2 Tasks=1" in cluster.command("scontrol", "show", "step", f"{job.id}.0")
     cluster.command("scancel", job.id)
     job.end("CANCELLED")
     cluster.wait_for(lambda: "not requeued from here" in job.said(), 30, "the last word of the script")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from subprocess import PIPE, STDOUT
+from subprocess import STDOUT
 
 import pytest
 
 import namespaces
+from lm_pcfg.training import checkpoint
 from lm_pcfg.training.metrics_file import read_metrics
 from namespaces import Host
-from processes import environment
+from processes import alive, environment, wait_until
 from texts import write_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -41,10 +45,9 @@ def losses(run: Path) -> list[tuple[float, ...]]:
     return [tuple(line[name] for name in names if name in line) for line in read_metrics(run / "metrics.jsonl")]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(reason is not None, reason=f"no simulated hosts: {reason}")
-def test_two_hosts_train_as_two_processes_of_one(tmp_path):
-    settings = ["--config", str(write_config(tmp_path, training={"log_every": 1}, engine={"world_size": 2}))]
+@pytest.fixture
+def hosts(tmp_path) -> Iterator[list[Host]]:
+    """Two of them, with a virtual cable in between."""
     hosts_file = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
     with ExitStack() as stack:
         hosts = [stack.enter_context(Host(name, tmp_path, hosts_file)) for name in ADDRESSES]
@@ -55,15 +58,36 @@ def test_two_hosts_train_as_two_processes_of_one(tmp_path):
         for host in hosts:
             host.command("ip", "address", "add", f"{ADDRESSES[host.name]}/24", "dev", "eth0")
             host.command("ip", "link", "set", "eth0", "up")
-        processes = []
-        for rank, host in enumerate(hosts):
-            command = documented(TWO_HOSTS, MACHINE_RANK=str(rank), FIRST_HOST=ADDRESSES["alpha"])
-            inside = host.inside(*command, *settings, "name=hosts")
+        yield hosts
+
+
+def start_on(hosts: list[Host], settings: list[str], options: list[str], folder: Path) -> list[subprocess.Popen]:
+    """The documented command on each; what it says is in `folder`, in a file called like the host."""
+    processes = []
+    for rank, host in enumerate(hosts):
+        command = documented(TWO_HOSTS, MACHINE_RANK=str(rank), FIRST_HOST=ADDRESSES["alpha"])
+        command[3:3] = options
+        inside = host.inside(*command, *settings)
+        with (folder / host.name).open("wb") as output:
             env = environment(GLOO_SOCKET_IFNAME="eth0")
-            processes.append(subprocess.Popen(inside, env=env, stdout=PIPE, stderr=STDOUT, text=True))
-        outputs = [process.communicate(timeout=180)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    assert "DDP, 2 processes on 2 hosts" in outputs[0]
+            processes.append(subprocess.Popen(inside, env=env, stdout=output, stderr=STDOUT))
+    return processes
+
+
+def end_well(processes: list[subprocess.Popen], folder: Path) -> str:
+    """What the first host said."""
+    statuses = [process.wait(timeout=180) for process in processes]
+    said = [(folder / name).read_text() for name in ADDRESSES]
+    assert statuses == [0, 0], "\n".join(said)
+    return said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(reason is not None, reason=f"no simulated hosts: {reason}")
+def test_two_hosts_train_as_two_processes_of_one(tmp_path, hosts):
+    settings = ["--config", str(write_config(tmp_path, training={"log_every": 1}, engine={"world_size": 2}))]
+    said = end_well(start_on(hosts, [*settings, "name=hosts"], [], tmp_path), tmp_path)
+    assert "DDP, 2 processes on 2 hosts" in said
 
     for name, start, engine in (("host", ONE_HOST, "DDP"), ("deepspeed", DEEPSPEED, "DeepSpeed ZeRO 2")):
         command = [*documented(start), *settings, f"name={name}"]
@@ -75,3 +99,29 @@ def test_two_hosts_train_as_two_processes_of_one(tmp_path):
     assert losses(tmp_path / "runs" / "hosts") == expected  # bit for bit
     for one, other in zip(losses(tmp_path / "runs" / "deepspeed"), expected, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.skipif(reason is not None, reason=f"no simulated hosts: {reason}")
+def test_launchers_on_two_hosts_restart_together(tmp_path, hosts):
+    """A worker is killed on each host: that costs each launcher the two restarts it has, and not one more."""
+    steps = {"epochs": 1000, "max_steps": 600, "log_every": 100}
+    config = write_config(
+        tmp_path, training=steps, engine={"world_size": 2, "timeout_seconds": 60},
+        checkpoint={"every_steps": 50}, evaluation={"every_epochs": None},
+    )  # fmt: skip
+    settings = ["--config", str(config), "resume=auto"]
+    run = tmp_path / "runs" / "hosts"
+    started = start_on(hosts, [*settings, "name=hosts"], ["--max_restarts", "2"], tmp_path)
+    for host, step in (("beta", 100), ("alpha", 200)):
+        wait_until(lambda step=step: checkpoint.step_of(checkpoint.latest(run) or Path("step-0")) >= step, 120)
+        (there,) = [other for other in hosts if other.name == host]
+        (worker,) = there.processes(r"^\S*python\S* (-u )?\S*/lm_pcfg/train\.py ")
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda worker=worker: not alive(worker), 10)
+    said = end_well(started, tmp_path)
+    assert said.count("continued from step") == 2
+    command = [*documented(ONE_HOST), *settings, "name=host"]
+    subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, timeout=180, check=True)
+    assert losses(run) == losses(tmp_path / "runs" / "host")  # bit for bit

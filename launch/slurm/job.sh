@@ -40,8 +40,8 @@ command -v accelerate >/dev/null || fail "no accelerate on the PATH: set VENV to
 # The settings, one an element; quotes in OVERRIDES keep spaces together.
 [ -n "${CONFIG:-}" ] || fail "no CONFIG: use CONFIG=configs/tiny.yaml sbatch ..."
 settings=(resume=auto)
-if [ -n "${OVERRIDES:-}" ]; then
-  separated=$(xargs printf '%s\n' <<<"$OVERRIDES") || fail "OVERRIDES cannot be taken apart: $OVERRIDES"
+separated=$(xargs -r printf '%s\n' <<<"${OVERRIDES:-}") || fail "OVERRIDES cannot be taken apart: $OVERRIDES"
+if [ -n "$separated" ]; then
   mapfile -t -O 1 settings <<<"$separated"
 fi
 
@@ -85,10 +85,16 @@ train_job() {
   say "$ENGINE, nodes: $nodes, processes a node: $PROCESSES_PER_NODE, GPUs a node: $GPUS_PER_NODE," \
     "rendezvous: $MAIN_ADDRESS:$MAIN_PORT, logs: $LOGS"
 
+  # From version 22.05 on srun does not take these over from sbatch, and would give each node's task a single one.
+  local cpus=()
+  if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
+    cpus=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+  fi
+
   status=0
   if [ -z "$warned" ]; then
-    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=600 --cpu-bind=none \
-      --mpi=none --export=ALL bash "$repository/launch/slurm/node.sh" --config "$CONFIG" "${settings[@]}" &
+    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 "${cpus[@]}" --kill-on-bad-exit=1 --wait=600 \
+      --cpu-bind=none --mpi=none --export=ALL bash "$repository/launch/slurm/node.sh" --config "$CONFIG" "${settings[@]}" &
     srun=$!
     if [ -n "$warned" ]; then # in between
       kill -USR1 "$srun"
@@ -96,6 +102,7 @@ train_job() {
     while kill -0 "$srun" 2>/dev/null; do
       wait "$srun" # a trap ends this early
     done
+    trap '' USR1 # a late warning must not take the place of the status
     wait "$srun"
     status=$?
     srun=

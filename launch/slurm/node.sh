@@ -78,4 +78,5 @@ while kill -0 "$launcher" 2>/dev/null; do
     wait $!
   fi
 done
+trap '' USR1 TERM # the last one to come must not take the place of the launcher's status
 wait "$launcher"

@@ -21,6 +21,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.processor import prepare_cpu
 from lm_pcfg.settings import Settings
 from lm_pcfg.training.collectives import Collectives
+from lm_pcfg.training.meeting import meet
 
 
 class Engine(Collectives):
@@ -170,11 +171,7 @@ def _patience(settings: Settings) -> timedelta:
 
 
 def _meet_the_others(settings: Settings, on_cpu: bool) -> None:
-    """Set up the process group as Accelerate would, but with names of its own for each restart by the launcher.
-
-    With `--rdzv_backend static`, which is Accelerate's default, the restarted processes meet in the same store, and
-    would take the addresses of the killed ones for those of the living.
-    """
+    """Set up the process group as Accelerate would, but with the time limit of the settings, and safe from restarts."""
     if torch.distributed.is_initialized():
         return
     if not on_cpu:
@@ -183,12 +180,9 @@ def _meet_the_others(settings: Settings, on_cpu: bool) -> None:
             os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # or DDP would ask for a GPU of each rank's number
     timeout = _patience(settings)
     store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):  # hosts may count restarts differently
-        store = torch.distributed.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    store.set_timeout(timeout)
-    torch.distributed.init_process_group(
-        _backend(settings, on_cpu), store=store, rank=rank, world_size=world_size, timeout=timeout
-    )
+    store = meet(store, rank, world_size, timeout)
+    backend = _backend(settings, on_cpu)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _prepare_for_deepspeed(on_cpu: bool) -> None:

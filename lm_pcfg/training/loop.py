@@ -39,6 +39,7 @@ from lm_pcfg.training.saving import Saver, load_fitting
 from lm_pcfg.training.stop_signals import StopSignals
 from lm_pcfg.training.throughput import Throughput
 from lm_pcfg.training.tracking import NoTracker, Status, Tracker
+from lm_pcfg.training.word_of_stop import WordOfStop
 
 
 class TrainingStopped(UserError):
@@ -50,22 +51,22 @@ def train(settings: Settings) -> Path:
     with telling_lost_contact():
         engine = Engine(settings)  # until all have met, a signal ends this process at once
     with StopSignals() as stop, telling_lost_contact(), ExitStack() as at_end:
-        start = engine.on_main(lambda: choose_start(settings, warn))
+        start = engine.on_main(lambda: choose_start(settings))
         folder = RunFolder(start.folder)
         engine.on_main(folder.claim)
         at_end.callback(folder.release)
-        source = start.from_checkpoint
+        source = engine.on_main(lambda: start.find_checkpoint(warn))
         vocabulary = engine.together(lambda: folder.load_vocabulary(source)) if source else None
         trainer = Trainer(settings, engine, vocabulary)
-        if start.from_checkpoint is not None:
-            same_run = checkpoint.run_folder_of(start.from_checkpoint) == start.folder.resolve()
-            trainer.restore(start.from_checkpoint, same_run=same_run)
+        if source is not None:
+            same_run = checkpoint.run_folder_of(source) == start.folder.resolve()
+            trainer.restore(source, same_run=same_run)
             if same_run:
                 engine.on_main(lambda: trainer.repair_best(start.folder))
         engine.on_main(lambda: folder.begin(settings, trainer.corpora.vocabulary, source))
         description = engine.describe()
         if engine.is_main:
-            where = f", continued from step {trainer.position.step}" if start.from_checkpoint else ""
+            where = f", continued from step {trainer.position.step}" if source else ""
             shards = trainer.computation.shards
             emission = f", emission in {shards.count} shards" if shards is not None else ""
             say(f"run {start.folder}{where}: {description}{emission}")
@@ -215,6 +216,7 @@ class Trainer:
         self.folder = folder
         self.metrics = MetricsFile(folder.path / "metrics.jsonl", warn)
         self.saver = Saver(folder.path, self.settings.checkpoint.keep_last)
+        self.word_of_stop = WordOfStop(stop, self.engine)
         self.tracker = self._start_tracking()
         status: Status = "FAILED"
         try:
@@ -246,7 +248,7 @@ class Trainer:
         """Whether the run came to its own end, and why it ended, in words."""
         settings, position = self.settings, self.position
         self._clock, self._skipped_told = time.perf_counter(), position.skipped
-        if position.evaluation_pending and self._evaluate(stop, bar):  # the run was stopped before this evaluation
+        if position.evaluation_pending and self._evaluate(bar):  # the run was stopped before this evaluation
             self._save()
         while position.step < self.total_steps and not self._out_of_patience():
             if self._stop_agreed(stop):
@@ -262,7 +264,7 @@ class Trainer:
                 detail = self._log_window(epoch)
             bar.advance(1, detail)
             if position.evaluation_pending and not self._stop_agreed(stop):
-                if self._evaluate(stop, bar):
+                if self._evaluate(bar):
                     self._save()
             elif settings.checkpoint.every_steps and position.step % settings.checkpoint.every_steps == 0:
                 self._save()
@@ -333,14 +335,13 @@ class Trainer:
 
     # ---- evaluation, metrics, checkpoints ---------------------------------------------------------------------------
 
-    def _evaluate(self, stop: StopSignals, bar: Progress) -> bool:
+    def _evaluate(self, bar: Progress) -> bool:
         """Whether it came to its end; it stays pending if a process was asked to stop before that."""
         assert self.corpora.valid is not None
         self.settle()
         weights = self.learner.whole(self.average.weights if self.average else self.learner.pieces())
-        result = evaluate(
-            self.skeleton, weights, self.corpora.valid, self.settings, self.engine, lambda: stop.received is not None
-        )
+        stop_asked = self.word_of_stop.heard
+        result = evaluate(self.skeleton, weights, self.corpora.valid, self.settings, self.engine, stop_asked)
         self._clock = time.perf_counter()  # an evaluation is no training
         if result is None:
             return False

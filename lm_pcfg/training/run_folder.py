@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,18 +16,27 @@ from lm_pcfg.corpus.vocabularies import AnyVocabulary, load_vocabulary
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
-from lm_pcfg.training import checkpoint
+from lm_pcfg.training import checkpoint, launcher
 
 
 @dataclass(frozen=True)
 class Start:
-    """folder: of the run; from_checkpoint: where it continues, None = from the beginning."""
+    """folder: of the run; given: a checkpoint to begin with; continued: rather where the run itself stopped, if so."""
 
     folder: Path
-    from_checkpoint: Path | None
+    given: Path | None = None
+    continued: bool = False
+
+    def find_checkpoint(self, warn: Callable[[str], None]) -> Path | None:
+        """Where training goes on, None = from the beginning. To be called by whoever has claimed the folder: it tidies
+        up what a crash left there, which without the claim might be what another training is writing.
+        """
+        if not self.continued:
+            return self.given
+        return checkpoint.find_resumable(self.folder, warn) or _started_from(self.folder)
 
 
-def choose_start(settings: Settings, warn: Callable[[str], None]) -> Start:
+def choose_start(settings: Settings) -> Start:
     """resume: false - a new run, beside an older one of the same name as name-2, name-3 ...;
     auto - continue the run of this name if it has a checkpoint; PATH - continue from that checkpoint, in its own run
     if it is the newest there, else as a new run.
@@ -37,12 +45,12 @@ def choose_start(settings: Settings, warn: Callable[[str], None]) -> Start:
     if settings.resume != "auto" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         # A launcher that restarts its workers gives them the arguments they began with: they go on where they were.
         for own in takewhile(_is_run, _series(folder)):
-            if _launched_by(own) == _launcher():
-                return Start(own, checkpoint.find_resumable(own, warn) or _started_from(own))
+            if _launched_by(own) == launcher.identity():
+                return Start(own, continued=True)
     if settings.resume == "auto":
-        return Start(folder, checkpoint.find_resumable(folder, warn) or _started_from(folder))
+        return Start(folder, continued=True)
     if settings.resume is False:
-        return Start(_unused(folder), None)
+        return Start(_unused(folder))
     given = Path(str(settings.resume))
     if (newest := checkpoint.latest(given)) is not None:  # a run folder: where it stopped, not its best
         given = newest
@@ -73,16 +81,6 @@ def _series(folder: Path) -> Iterator[Path]:
     return (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
 
 
-def _launcher() -> str:
-    """The process that started this one: its host, number and age, so that no other is ever taken for it."""
-    parent = os.getppid()
-    try:
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # no Linux: without its age
-        started = ""
-    return f"{socket.gethostname()} {parent} {started}".strip()
-
-
 def _launched_by(folder: Path) -> str:
     lock = folder / ".lock"
     return lock.read_text() if lock.exists() else ""
@@ -106,7 +104,7 @@ class RunFolder:
             self._lock = (self.path / ".lock").open("a")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._lock.truncate(0)
-            self._lock.write(_launcher())
+            self._lock.write(launcher.identity())
             self._lock.flush()
         except BlockingIOError:
             self._lock = None

@@ -154,17 +154,17 @@ def predict(
     *,
     sentences: int = MEASURED_SENTENCES,
     all_sentences: int | None = None,
-    emission_shards: int = 1,
+    emission_shards: int | None = None,
     spread: float = 0.0,
 ) -> Prediction:
     """sentences: of each GPU (the batch grows with the GPUs); all_sentences: of all together (it does not).
 
+    emission_shards: None - all GPUs, as the trainer's `auto`.
     spread: standard deviation of a rank's time in the inside algorithm, as a part of it.
     """
     own = all_sentences / gpus if all_sentences is not None else float(sentences)
-    shards = min(emission_shards, gpus)
+    shards = gpus if emission_shards is None else min(emission_shards, gpus)
     compute = step.compute(own, shards)
-    # The slowest of n ranks, for times that are normally distributed.
     # How far the slowest of so many normally distributed times is from their mean, in deviations (Blom).
     slowest = statistics.NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25)) if gpus > 1 else 0.0
     waiting = spread * step.inside_of(own) * slowest
@@ -198,7 +198,14 @@ def zero_bytes(count: int, gpus: int, stage: int) -> float:
 
 
 def assumptions(
-    model: ModelSection, words: int, step: Step, machines: Machines, *, measured: str, spread: float
+    model: ModelSection,
+    words: int,
+    step: Step,
+    machines: Machines,
+    *,
+    measured: str,
+    spread: float,
+    emission_shards: int | None = None,
 ) -> list[str]:
     """In words, for the command to print."""
     count, repeated, alone = parameters(model, words), step.rules + step.optimizer, step.compute(step.sentences, 1)
@@ -212,7 +219,8 @@ def assumptions(
         f"measured but computed: products at {TF32_TFLOPS:.0f} TFLOP/s (half of a bf16 product measured on an H200), "
         f"memory at {BYTES_PER_MS / 1e9:.1f} TB/s (measured there), no gaps between kernels",
         f"rules and optimizer are repeated on every rank: {repeated:.2f} of {alone:.2f} ms ({repeated / alone:.0%}) "
-        "which more GPUs do not shorten; only the emission falls, by its shards",
+        "which more GPUs do not shorten; only the emission falls, by its shards: "
+        + ("all GPUs (emission.shards: auto)" if emission_shards is None else f"{emission_shards} GPUs at most"),
         f"within a node of {machines.gpus_per_node}: {within.name}, {within.microseconds:g} us a message; between "
         f"nodes: {between.name}, {between.microseconds:g} us; {machines.attained:.0%} of the nominal rates is attained",
         "nothing is sent while something is computed, although DDP could while the networks' backward pass runs",

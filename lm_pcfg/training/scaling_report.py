@@ -54,7 +54,15 @@ def report(
         "step_on_one_gpu_ms": asdict(step),
         "message_bytes": {"gradients": 4 * parameters, "normalizers": 4 * model.preterminals},
         "options": options,
-        "assumptions": scaling.assumptions(model, words, step, machines, measured=measured, spread=options["spread"]),
+        "assumptions": scaling.assumptions(
+            model,
+            words,
+            step,
+            machines,
+            measured=measured,
+            spread=options["spread"],
+            emission_shards=options["emission_shards"],
+        ),
         "predictions": [asdict(prediction) for prediction in predictions],
         "zero_megabytes_a_gpu": {  # stages 0 (DDP) to 3
             gpus: [scaling.zero_bytes(parameters, gpus, stage) / 1e6 for stage in range(4)]

@@ -183,6 +183,13 @@ def _configure(config: dict[str, Any], settings: OptimizerSection) -> None:
     for name in ("fp16", "bf16", "torch_autocast", "amp"):
         if config.get(name, {}).get("enabled") is True:
             raise UserError(f"DeepSpeed's {name} would round the weights; switch it off and use inside.precision")
+    rounded = {
+        "communication_data_type": config.get("communication_data_type"),
+        "data_types.grad_accum_dtype": config.get("data_types", {}).get("grad_accum_dtype"),
+    }
+    for name, kind in rounded.items():
+        if kind not in (None, "fp32"):
+            raise UserError(f"DeepSpeed's {name}: {kind} would round the gradients; remove it from its settings (fp32)")
     for name in ("offload_optimizer", "offload_param"):
         if zero.get(name, {}).get("device", "none") not in ("none", None):
             raise UserError(f"DeepSpeed's {name} is not supported: these models are small; remove it from its settings")
