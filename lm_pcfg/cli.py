@@ -236,6 +236,8 @@ def _count_lines(file: str) -> int | None:
 
 # A process that exits has all others ended by the launcher: it leaves the one with the error this many seconds.
 _TIME_TO_SPEAK = 5.0
+# One that only lost another waits until the launcher has seen that one's end: its summary names the first.
+_TIME_TO_BE_SEEN = 2.0
 
 # What Typer raises for wrong usage: a class of click, or of the copy of it that newer Typers carry.
 _WrongUsage: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -266,7 +268,7 @@ def _run() -> int:
         _tell_launcher(str(error))
         status = 1
     except LostContact as error:
-        status = _fail(str(error), seconds_after=_TIME_TO_SPEAK)
+        status = _fail(str(error), seconds_after=_TIME_TO_BE_SEEN)
     except UserError as error:
         status = _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):

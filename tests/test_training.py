@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from lm_pcfg.grammar.boundary import Grammar
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training import checkpoint, evaluation, loop
+from lm_pcfg.training import checkpoint, evaluation, loop, tracking
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.metrics_file import read_metrics
 from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor
@@ -505,7 +505,7 @@ def test_statuses_and_one_mlflow_run_over_a_resume(tmp_path, monkeypatch):
 
 def test_a_dead_tracking_server_does_not_stop_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setattr(loop.Tracker.finish, "__defaults__", (2.0,))
+    monkeypatch.setattr(tracking.Tracker.finish, "__defaults__", (2.0,))
     folder = run(tmp_path, "training.max_steps=3", tracking={"mlflow": True})
     assert (folder / "FINISHED").exists()
     assert "metrics lost" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flash_inside import Statistics
+from lm_pcfg.corpus.batches import BatchSource
 from lm_pcfg.corpus.sentences import Sentences
 from lm_pcfg.grammar import analysis
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_probabilities
-from lm_pcfg.settings import Settings
+from lm_pcfg.settings import EvaluationSection, Settings
 from lm_pcfg.training.collectives import Collectives
 
 
@@ -41,6 +43,19 @@ class Evaluation:
     def describe(self) -> str:
         impossible = f", {self.score.impossible} sentences with probability 0" if self.score.impossible else ""
         return f"validation perplexity {self.score.perplexity:.3f}{impossible}"
+
+
+def is_due(settings: EvaluationSection, step: int, stream: BatchSource, epoch: int, batch_before: int) -> bool:
+    """After this step, which began at batch `batch_before` of `epoch`."""
+    if settings.every_steps and step % settings.every_steps == 0:
+        return True
+    if settings.every_epochs is None:
+        return False
+    batches = stream.batches_per_epoch(epoch)
+    after = stream.state()
+    done = batches if after["epoch"] > epoch else after["batch"]
+    passed = [math.floor((epoch + part / batches) / settings.every_epochs + 1e-9) for part in (batch_before, done)]
+    return passed[1] > passed[0]
 
 
 class _Interrupted(Exception):

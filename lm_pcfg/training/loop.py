@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,21 +23,21 @@ from lm_pcfg.grammar.feature_dropout import FeatureDropout
 from lm_pcfg.grammar.likelihood import perplexity
 from lm_pcfg.grammar.state_dropout import draw_kept
 from lm_pcfg.settings import Settings
-from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.training import checkpoint, data
 from lm_pcfg.training.collectives import telling_lost_contact
 from lm_pcfg.training.computation import training_computation
 from lm_pcfg.training.engine import Engine
-from lm_pcfg.training.evaluation import evaluate
+from lm_pcfg.training.evaluation import evaluate, is_due
 from lm_pcfg.training.learner import Update, make_learner
 from lm_pcfg.training.metrics_file import MetricsFile
 from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor, state_dropout_rate
 from lm_pcfg.training.position import Position, Window
 from lm_pcfg.training.run_folder import RunFolder, choose_start
+from lm_pcfg.training.run_tracking import track
 from lm_pcfg.training.saving import Saver, load_fitting
 from lm_pcfg.training.stop_signals import StopSignals
 from lm_pcfg.training.throughput import Throughput
-from lm_pcfg.training.tracking import NoTracker, Status, Tracker
+from lm_pcfg.training.tracking import Status
 from lm_pcfg.training.word_of_stop import WordOfStop
 
 
@@ -217,7 +216,7 @@ class Trainer:
         self.metrics = MetricsFile(folder.path / "metrics.jsonl", warn)
         self.saver = Saver(folder.path, self.settings.checkpoint.keep_last)
         self.word_of_stop = WordOfStop(stop, self.engine)
-        self.tracker = self._start_tracking()
+        self.tracker = track(self.settings, folder, self.corpora.vocabulary, self.engine.is_main)
         status: Status = "FAILED"
         try:
             self.engine.on_main(self._begin)
@@ -258,7 +257,10 @@ class Trainer:
             epoch, batch_of_epoch = self.stream.epoch, self.stream.state()["batch"]
             self._timed_step()
             self._tell_skipped(bar)
-            position.evaluation_pending = self._evaluation_is_due(epoch, batch_of_epoch)
+            last = position.step == self.total_steps
+            position.evaluation_pending = self.corpora.valid is not None and (
+                last or is_due(settings.evaluation, position.step, self.stream, epoch, batch_of_epoch)
+            )
             detail = ""
             if position.step % settings.training.log_every == 0 or position.evaluation_pending:
                 detail = self._log_window(epoch)
@@ -315,23 +317,6 @@ class Trainer:
     def _out_of_patience(self) -> bool:
         patience = self.settings.evaluation.patience
         return patience is not None and self.position.evaluations_since_best >= patience
-
-    def _evaluation_is_due(self, epoch: int, batch_before: int) -> bool:
-        """After this step, which began at batch `batch_before` of `epoch`."""
-        if self.corpora.valid is None:
-            return False
-        evaluation, step = self.settings.evaluation, self.position.step
-        if step == self.total_steps or (evaluation.every_steps and step % evaluation.every_steps == 0):
-            return True
-        if evaluation.every_epochs is None:
-            return False
-        batches = self.stream.batches_per_epoch(epoch)
-        after = self.stream.state()
-        done = batches if after["epoch"] > epoch else after["batch"]
-        passed = [
-            math.floor((epoch + part / batches) / evaluation.every_epochs + 1e-9) for part in (batch_before, done)
-        ]
-        return passed[1] > passed[0]
 
     # ---- evaluation, metrics, checkpoints ---------------------------------------------------------------------------
 
@@ -393,21 +378,6 @@ class Trainer:
         if self.engine.is_main:
             self.metrics.append(self.position.step, metrics)
             self.tracker.log(self.position.step, metrics)
-
-    def _start_tracking(self) -> Tracker | NoTracker:
-        if not (self.engine.is_main and self.settings.tracking.mlflow):
-            return NoTracker()
-        vocabulary = self.corpora.vocabulary
-        return Tracker(
-            run_name=self.folder.path.name,
-            experiment=self.settings.tracking.experiment,
-            run_id=self.folder.tracking_id,
-            parameters=self.settings.model_dump(mode="json"),
-            artifacts={"config.yaml": dump_yaml(self.settings), "vocabulary_hash.txt": vocabulary.hash + "\n"},
-            tags={"run_folder": str(self.folder.path.resolve()), "vocabulary_hash": vocabulary.hash},
-            warn=warn,
-            remember_run_id=self.folder.remember_tracking_id,
-        )
 
     def _save(self) -> None:
         """A checkpoint of this step; `best` follows the validation text.

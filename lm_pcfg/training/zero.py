@@ -40,7 +40,8 @@ _UNSUPPORTED: dict[str, Any] = {
 
 class ZeroLearner(Learner):
     def __init__(self, model: nn.Module, settings: OptimizerSection, engine: Engine):
-        _configure(engine.accelerator.state.deepspeed_plugin.deepspeed_config, settings)
+        config = engine.accelerator.state.deepspeed_plugin.deepspeed_config
+        engine.together(lambda: _configure(config, settings))
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.in_pieces = engine.zero_stage == 3
         super().__init__(model, settings, engine)
