@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lm_pcfg.corpus.batches import Batch
 from lm_pcfg.grammar.boundary import Grammar
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training import checkpoint, evaluation, loop, tracking
+from lm_pcfg.training import checkpoint, evaluation, loop, steps, tracking
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.metrics_file import read_metrics
 from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor
@@ -216,7 +217,7 @@ def test_accumulation_computes_the_grammar_once_and_equals_one_large_batch(tmp_p
     large = trainer(tmp_path, "batch.sentences=8", *options)
     small = trainer(tmp_path, "batch.sentences=2", "batch.accumulate=4", *options)
     indices = small.stream._plan_of(0)[:4]
-    pieces = [loop.Batch(**vars(batch)) for batch in (small_batch(small, index) for index in indices)]
+    pieces = [Batch(**vars(batch)) for batch in (small_batch(small, index) for index in indices)]
     whole = small_batch(large, torch.cat([torch.from_numpy(index) for index in indices]).numpy())
     forwards = []
     monkeypatch.setattr(small.learner.model, "forward", counted(small.learner.model.forward, forwards))
@@ -273,14 +274,14 @@ def test_clipping_limits_the_gradient(tmp_path):
 
 def read_late(monkeypatch, late: bool) -> None:
     """True: as one process on a GPU. Adam's kernel leaves an update out, and the host learns of it a step later."""
-    original, adam = loop.make_learner, torch.optim.Adam
+    original, adam = steps.make_learner, torch.optim.Adam
 
     def make_learner(*arguments):
         made = original(*arguments)
         made.reads_late = late
         return made
 
-    monkeypatch.setattr(loop, "make_learner", make_learner)
+    monkeypatch.setattr(steps, "make_learner", make_learner)
     monkeypatch.setattr(torch.optim, "Adam", lambda *a, **options: adam(*a, **(options | {"fused": True})))
 
 
