@@ -209,6 +209,7 @@ class NetworksSection(Section):
     precision: Literal["fp32", "tf32", "bf16"] = setting(
         "fp32", "precision of the networks' products in training; evaluation is always in fp32"
     )
+    cuda_graphs: bool = setting(True, "replay the networks' launches instead of repeating them (one process on a GPU)")
 
 
 class EmissionSection(Section):

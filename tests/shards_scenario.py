@@ -28,7 +28,8 @@ def main(config: Path, out: Path, overrides: list[str]) -> None:
 
     rows.log_sum_exp, rows.scaled_exp = counting(rows.log_sum_exp), counting(rows.scaled_exp)
     accumulate = f"batch.accumulate={BATCHES_A_STEP // int(os.environ.get('WORLD_SIZE', '1'))}"
-    settings = load_settings(config, [accumulate, *overrides])
+    # Replayed work would not be counted.
+    settings = load_settings(config, [accumulate, "networks.cuda_graphs=false", *overrides])
     trainer = Trainer(settings, Engine(settings), None)
     losses = []
     for _ in range(STEPS):

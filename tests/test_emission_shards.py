@@ -45,7 +45,7 @@ def subset(dropout: float) -> Kept | None:
 
 def coordinates(dropout: float) -> FeatureDropout:
     """Every process has to drop the same ones."""
-    return FeatureDropout(dropout / 2, dropout, seed=3, step=7)
+    return FeatureDropout.of_step(dropout / 2, dropout, seed=3, step=7)
 
 
 def dense_loss(model: SimplePCFG, kept: Kept | None, dropped: FeatureDropout) -> torch.Tensor:

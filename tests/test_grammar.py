@@ -58,7 +58,12 @@ def test_rules_are_those_of_the_formulas(parameterization, root_over):
         root_logits = torch.stack([weights["root_output"][symbol] @ start for symbol in range(roots)])
     else:
         root_logits = torch.stack([symbols[symbol] @ weights["start"][0] for symbol in range(roots)])
-    torch.testing.assert_close(grammar.root, root_logits.softmax(0))
+    if root_over == "all":  # two softmaxes, and one number that says how much each has
+        one_word = weights["one_word"].sigmoid()
+        expected = [root_logits[:N].softmax(0) * (1 - one_word), root_logits[N:].softmax(0) * one_word]
+    else:
+        expected = [root_logits.softmax(0)]
+    torch.testing.assert_close(grammar.root, torch.cat(expected))
 
     all_words = grammar.emission.log_probabilities(torch.arange(V))  # [V, P]
     for preterminal in (0, P - 1):
@@ -129,8 +134,16 @@ def check_dropout(model, root_over):
         part = probabilities[..., index]
         return part / part.sum(-1, keepdim=True)
 
-    root_index = columns if root_over == "all" else kept.nonterminals
-    torch.testing.assert_close(sub.root, renormalised(full.root, root_index))
+    if root_over == "all" and hasattr(model, "one_word"):  # S -> preterminal keeps its share
+        nonterminal, preterminal = full.root.split([N, P])
+        parts = [
+            renormalised(part, index) * part.sum()
+            for part, index in ((nonterminal, kept.nonterminals), (preterminal, kept.preterminals))
+        ]
+        torch.testing.assert_close(sub.root, torch.cat(parts))
+    else:
+        root_index = columns if root_over == "all" else kept.nonterminals
+        torch.testing.assert_close(sub.root, renormalised(full.root, root_index))
     torch.testing.assert_close(sub.left, renormalised(full.left[kept.nonterminals], columns))
     torch.testing.assert_close(sub.right, renormalised(full.right[kept.nonterminals], columns))
     words = torch.tensor([2, 2, 9])

@@ -39,9 +39,9 @@ def test_the_asked_for_fraction_is_dropped_and_the_rest_grows(rate):
 
 
 def test_seed_step_and_kind_decide_alone():
-    base = FeatureDropout(0.5, 0.5, seed=1, step=2)
+    base = FeatureDropout.of_step(0.5, 0.5, seed=1, step=2)
     masks = [base.features(ONES), base.embeddings(ONES, 0), base.embeddings(ONES, 1)]
-    masks += [base._replace(step=3).features(ONES), base._replace(seed=2).features(ONES)]
+    masks += [FeatureDropout.of_step(0.5, 0.5, seed=s, step=n).features(ONES) for s, n in ((1, 3), (2, 2))]
     torch.manual_seed(5)  # no generator of PyTorch's has a part in it
     assert torch.equal(masks[0], base.features(ONES))
     for number, one in enumerate(masks):
@@ -51,14 +51,14 @@ def test_seed_step_and_kind_decide_alone():
 
 def test_the_choice_never_changes():
     """A run has to be resumable by later versions, on any device: these are the kept ones of the first sixteen."""
-    kept = FeatureDropout(feature_rate=0.5, seed=7, step=123).features(torch.ones(16))
+    kept = FeatureDropout.of_step(0, 0.5, seed=7, step=123).features(torch.ones(16))
     assert kept.nonzero().flatten().tolist() == [2, 4, 8, 11, 13, 14]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_drops_the_same():
-    dropout = FeatureDropout(0.3, 0.3, seed=1, step=2)
+    dropout = FeatureDropout.of_step(0.3, 0.3, seed=1, step=2)
     assert torch.equal(dropout.features(ONES), dropout.features(ONES.cuda()).cpu())
 
 
@@ -68,7 +68,7 @@ def test_a_gpu_drops_the_same():
 @pytest.mark.parametrize("parameterization", ["paper", "released"])
 def test_feature_dropout_changes_the_emission_alone(parameterization):
     model = make_model(parameterization=parameterization)
-    dropout = FeatureDropout(feature_rate=0.4, seed=1, step=1)
+    dropout = FeatureDropout.of_step(0, 0.4, seed=1, step=1)
     plain, dropped = model(), grammar_with(model, dropout)
     for name in ("root", "left", "right"):
         torch.testing.assert_close(getattr(plain, name), getattr(dropped, name))
@@ -80,7 +80,7 @@ def test_feature_dropout_changes_the_emission_alone(parameterization):
 
 def test_embedding_dropout_is_a_grammar_of_other_embeddings():
     model = make_model()
-    dropout = FeatureDropout(embedding_rate=0.4, seed=1, step=1)
+    dropout = FeatureDropout.of_step(0.4, 0, seed=1, step=1)
     dropped = grammar_with(model, dropout)
     with torch.no_grad():
         nonterminals, preterminals = model.symbols.split([N, P])
@@ -119,7 +119,7 @@ def test_temperature_divides_the_logits_of_words():
 
 def test_gradients_gathered_on_the_grammar_equal_plain_autograd():
     model = make_model(word_dimension=4, emission_temperature=0.8)
-    how = Computation("fp64", dropout=FeatureDropout(0.2, 0.3, seed=1, step=2))
+    how = Computation("fp64", dropout=FeatureDropout.of_step(0.2, 0.3, seed=1, step=2))
     kept = draw_kept(N, P, 0.3, seed=1, step=2)
     batches = [(torch.tensor([1, 4, 4, 0]), [3, 1]), (torch.tensor([2, 3, 5]), [3])]
     grammar = model(kept, how)

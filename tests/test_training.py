@@ -307,17 +307,15 @@ def test_reading_late_changes_nothing_but_when_it_is_known(tmp_path, monkeypatch
 
 
 def break_steps(monkeypatch, broken) -> None:
-    """Make the log-likelihood of some calls (counted from 0) NaN; evaluation, without gradients, is left alone."""
-    original, calls = Grammar.log_likelihood, []
+    """Make the log-likelihood of some calls (counted from 0) NaN, in training alone."""
+    original, calls = Grammar.log_likelihood_unchecked, []
 
     def log_likelihood(self, *arguments, **options):
-        result = original(self, *arguments, **options)
-        if not torch.is_grad_enabled():
-            return result
+        result, trusted = original(self, *arguments, **options)
         calls.append(None)
-        return result * math.nan if broken(len(calls) - 1) else result
+        return result * math.nan if broken(len(calls) - 1) else result, trusted
 
-    monkeypatch.setattr(Grammar, "log_likelihood", log_likelihood)
+    monkeypatch.setattr(Grammar, "log_likelihood_unchecked", log_likelihood)
 
 
 def test_a_non_finite_update_is_skipped_counted_and_reported(tmp_path, monkeypatch, capsys, reading):

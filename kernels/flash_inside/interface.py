@@ -68,6 +68,26 @@ def inside(
     return _scaled_inside(rules, emissions, lengths, precision, backend, statistics)
 
 
+def inside_unchecked(
+    rules: Rules,
+    emissions: Tensor,
+    lengths: Tensor | Sequence[int],
+    precision: str = "fp32",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`inside` before it asks which sentences have to be recomputed, so that no host has to wait: log Z, trusted [B].
+
+    A sentence that is not trusted left the range of the number format: its log Z means nothing and it has no gradient.
+    Give those to `inside`.
+    """
+    lengths = _check(rules, emissions, lengths, precision, backend)
+    backend = _choose(backend, emissions, precision)
+    if not lengths or rules.per_sentence or backend == "reference":
+        log_z = inside(rules, emissions, lengths, precision, backend)
+        return log_z, torch.ones_like(log_z, dtype=torch.bool)
+    return _first_pass(rules, emissions, lengths, precision, backend)
+
+
 def span_marginals(
     rules: Rules,
     emissions: Tensor,
@@ -130,12 +150,7 @@ def _scaled_inside(
     rules: Rules, emissions: Tensor, lengths: list[int], precision: str, backend: str, statistics: Statistics | None
 ) -> Tensor:
     """fp64 range for what left the range of the asked precision, log space for what left that too."""
-    if backend == "triton":
-        from flash_inside import triton_backend  # imported where it is used: needs triton
-
-        log_z, trusted, _ = triton_backend.inside(rules, emissions, lengths, precision)
-    else:
-        log_z, trusted, _ = scaled.inside(rules, emissions, Layout(lengths), precision)
+    log_z, trusted = _first_pass(rules, emissions, lengths, precision, backend)
     doubtful = _doubtful(trusted)
     if doubtful:
         part_emissions, part_lengths = _select(emissions, lengths, doubtful)
@@ -149,6 +164,18 @@ def _scaled_inside(
         index = torch.tensor(doubtful, device=log_z.device)
         log_z = log_z.index_put((index,), again.to(log_z.dtype))
     return log_z
+
+
+def _first_pass(
+    rules: Rules, emissions: Tensor, lengths: list[int], precision: str, backend: str
+) -> tuple[Tensor, Tensor]:
+    if backend == "triton":
+        from flash_inside import triton_backend  # imported where it is used: needs triton
+
+        log_z, trusted, _ = triton_backend.inside(rules, emissions, lengths, precision)
+    else:
+        log_z, trusted, _ = scaled.inside(rules, emissions, Layout(lengths), precision)
+    return log_z, trusted
 
 
 def _scaled_span_marginals(

@@ -8,7 +8,6 @@ batch that is still waiting for its backward when the arena is needed again is c
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flash_inside.cuda_graphs import capture
 from flash_inside.packing import Layout
 from flash_inside.rules import Rules, gradient_type
 from flash_inside.triton_chart import Chart, Kept, Tables, Weights
@@ -37,6 +37,7 @@ LARGEST_N_OF_COPIED_RULES = 4096
 #: memory while the gradients are computed.
 MOST_ROWS_BEYOND = 4096
 MOST_GRAPHS = 64
+GROWTH = 1 << 28  # bytes of arena: larger and larger batches make it grow, not each of them
 MOST_TABLES = 64  # of a graph: batches of one length come again and again
 
 
@@ -201,23 +202,8 @@ class Replay:
             self.launch()
             return
         if self.graph is None:
-            self.graph = _captured(self.launch)
+            self.graph = capture(self.launch)
         self.graph.replay()
-
-
-def _captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """What the garbage collector frees during a capture (an older graph, say) would spoil it: so not then."""
-    graph = torch.cuda.CUDAGraph()
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            launch()
-    finally:
-        if collecting:
-            gc.enable()
-    return graph
 
 
 class Held:
@@ -345,6 +331,7 @@ def find(rules: Rules, emissions: Tensor, lengths: Sequence[int], precision: str
     size = Graph.size(bucket)
     arena = _arenas.get(bucket.device)
     if arena is None or arena.memory.numel() < size:  # the graphs of a smaller arena are captured again when met
+        size = _round_up(size, GROWTH)
         for other in [other for other in _graphs if other.device == bucket.device]:
             del _graphs[other]
         arena = None

@@ -71,8 +71,8 @@ class Emission(NamedTuple):
 class Grammar(NamedTuple):
     """Probabilities of a simple PCFG. Shapes of root, left and right as in `flash_inside.Rules`.
 
-    The root is fp64: training soon gives nearly all of it to one symbol, and in fp32 one-word sentences, which need
-    S -> T, would have probability 0 and no gradient to come back by.
+    The root is fp64: training soon gives nearly all of it to one symbol, and what another symbol has left might be 0
+    in fp32, with no gradient to come back by.
     """
 
     root: Tensor
@@ -86,6 +86,15 @@ class Grammar(NamedTuple):
     def rules(self) -> Rules:
         return Rules(self.root, self.left, self.right)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.root, self.left, self.right, *self.emission.tensors
+
+    @property
+    def entrance_tensors(self) -> tuple[Tensor, ...]:
+        """`tensors`, with those that take their gradients."""
+        return self.root, *(self.entrances or (self.left, self.right)), *self.emission.tensors
+
     def log_likelihood(
         self,
         words: Tensor,
@@ -96,15 +105,25 @@ class Grammar(NamedTuple):
         statistics: Statistics | None = None,
     ) -> Tensor:
         """Natural log-probability of each sentence: [B]. words: [sum(lengths)] ids, sentences one after another."""
-        if self.entrances is not None and self.entrances[0] is not self.left and torch.is_grad_enabled():
-            raise RuntimeError("these rules take no gradients themselves: use detached() and backward_through()")
+        self._check_differentiable()
         emissions = self.emission.log_probabilities(words)
         return flash_inside.inside(self.rules, emissions, lengths, precision, backend, statistics)
 
+    def log_likelihood_unchecked(
+        self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto"
+    ) -> tuple[Tensor, Tensor]:
+        """The same before it is known which sentences have to be recomputed; see `flash_inside.inside_unchecked`."""
+        self._check_differentiable()
+        emissions = self.emission.log_probabilities(words)
+        return flash_inside.inside_unchecked(self.rules, emissions, lengths, precision, backend)
+
+    def _check_differentiable(self) -> None:
+        if self.entrances is not None and self.entrances[0] is not self.left and torch.is_grad_enabled():
+            raise RuntimeError("these rules take no gradients themselves: use detached() and backward_through()")
+
     def detached(self) -> Grammar:
         """The same values as leaves of a new graph, on which micro-batches accumulate their gradients, in fp32."""
-        tensors = (self.root, self.left, self.right, *self.emission.tensors)
-        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        leaves = [tensor.detach().requires_grad_() for tensor in self.tensors]
         for leaf in leaves:
             if leaf.dtype.itemsize < 4:
                 leaf.grad_dtype = torch.float32
@@ -122,9 +141,7 @@ def backward_through(grammar: Grammar, leaves: Grammar) -> Tensor:
 
     Its value means nothing.
     """
-    entrances = grammar.entrances or (grammar.left, grammar.right)
-    tensors = [grammar.root, *entrances, *grammar.emission.tensors]
-    gathered = [leaves.root, leaves.left, leaves.right, *leaves.emission.tensors]
+    tensors, gathered = grammar.entrance_tensors, leaves.tensors
     # A tensor no micro-batch has touched (no data on this rank) still takes part, so that all ranks do the same work.
     gradients = [
         torch.zeros_like(tensor) if leaf.grad is None else leaf.grad

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+STREAMS = 3  # nonterminals, preterminals, features: each has choices of its own
 _LOW_32_BITS = 0xFFFFFFFF
 
 
@@ -20,8 +21,12 @@ class FeatureDropout(NamedTuple):
 
     embedding_rate: float = 0.0  # of symbol embeddings, before the networks
     feature_rate: float = 0.0  # of the preterminals' features, before the softmax over words
-    seed: int = 0
-    step: int = 0
+    keys: Tensor = torch.zeros(STREAMS, 2, dtype=torch.int64)  # that the choices follow from, on any device
+
+    @classmethod
+    def of_step(cls, embedding_rate: float, feature_rate: float, *, seed: int, step: int) -> FeatureDropout:
+        keys = [np.random.SeedSequence([seed, step, stream, 0xFEA7]).generate_state(2) for stream in range(STREAMS)]
+        return cls(embedding_rate, feature_rate, torch.from_numpy(np.array(keys, dtype=np.int64)))
 
     def embeddings(self, x: Tensor, kind: int) -> Tensor:
         """kind: 0 for nonterminals, 1 for preterminals."""
@@ -37,9 +42,9 @@ class FeatureDropout(NamedTuple):
         return x * (self._kept(x, rate, stream) / (1.0 - rate)).to(x.dtype)
 
     def _kept(self, like: Tensor, rate: float, stream: int) -> Tensor:
-        key = np.random.SeedSequence([self.seed, self.step, stream, 0xFEA7]).generate_state(2)
+        first, second = self.keys[stream].to(like.device)  # tensors: in a CUDA graph they change from step to step
         # A linear sequence of its own for each key, then a 32-bit mix; no product leaves the range of int64.
-        x = torch.arange(like.numel(), device=like.device) * int(key[0] >> 1 | 1) + int(key[1])
+        x = torch.arange(like.numel(), device=like.device) * (first >> 1 | 1) + second
         for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
             x = x & _LOW_32_BITS
             x = (x ^ (x >> shift)) * factor

@@ -11,6 +11,8 @@ from lm_pcfg.grammar.computation import EXACT, Computation
 from lm_pcfg.grammar.networks import ResidualLayer, initialise, residual_network
 from lm_pcfg.grammar.state_dropout import Kept
 
+FEW = -5.0  # at the beginning 0.7 % of sentences have one word (PTB: 0.3 %)
+
 
 class SimplePCFG(nn.Module):
     """Symbol and word embeddings -> a `Grammar`.
@@ -18,13 +20,17 @@ class SimplePCFG(nn.Module):
     With E the symbol embeddings (nonterminals, then preterminals), s the start embedding, u the output tables:
 
                     paper (appendix A)                           released (the authors' code)
-        root        softmax(u_A . f1(s)),  f1: Linear, Res, Res  softmax(s . E_A)
+        root *      softmax(u_A . f1(s)),  f1: Linear, Res, Res  softmax(s . E_A)
         left        softmax over B of f2(E_B) . f3(E_A)          the same
         right       softmax over C of f4(E_C) . f3(E_A)          the same
         emission    softmax over w of u_w . f5(E_T)              the same
                     f5: Linear, Res, Res                         f5: Linear, Res, Res, Res and an outer skip
 
     f2, f3, f4 are relu(W x + b) + x;  Res(x) = relu(W2 relu(W1 x + b1) + b2) + x.
+
+    * over nonterminals, of mass 1 - q, and likewise over preterminals (S -> T, one-word sentences), of mass q, with one
+    parameter of its own: q = sigmoid(g). One softmax over both does not train: steps without one-word sentences, which
+    are nearly all, drive S -> T below e^-700 (PTB, N 2048, after 500 steps), and then they have no probability at all.
 
     Ours, off by default: word_dimension, u_w = W' v_w with a smaller table v (computed as (W'^T f5) . v_w, which is
     cheaper); emission_temperature divides the emission's logits.
@@ -53,6 +59,7 @@ class SimplePCFG(nn.Module):
         self.emission_temperature = emission_temperature
         roots = nonterminals + preterminals if root_over == "all" else nonterminals
         self.roots = roots
+        self.one_word = nn.Parameter(torch.empty(1)) if root_over == "all" else None
         self.start = nn.Parameter(torch.empty(1, dimension))
         self.symbols = nn.Parameter(torch.empty(nonterminals + preterminals, dimension))
         self.words = nn.Parameter(torch.empty(words, word_dimension or dimension))
@@ -71,6 +78,8 @@ class SimplePCFG(nn.Module):
         tables = {"symbols": symbol_deviation, "start": symbol_deviation, "root_output": symbol_deviation}
         generator = torch.Generator().manual_seed(seed)
         initialise(self, init, {**tables, "words": word_deviation}, generator)
+        if self.one_word is not None:
+            nn.init.constant_(self.one_word, FEW)
 
     def forward(self, kept: Kept | None = None, how: Computation = EXACT) -> Grammar:
         """Every tensor that micro-batches need (under ZeRO 3 a parameter outside of forward is empty).
@@ -103,7 +112,7 @@ class SimplePCFG(nn.Module):
         else:
             features = features + preterminals
             root_logits = (self.symbols[root_rows] @ self.start.T).squeeze(1)
-        root = root_logits.double().softmax(-1)
+        root = self._root(root_logits.double(), len(nonterminals))
         features = self.word_projection(how.dropout.features(features))  # [P, d of the words]
         if self.emission_temperature != 1.0:
             features = features / self.emission_temperature
@@ -112,3 +121,15 @@ class SimplePCFG(nn.Module):
         emission = Emission.of(features, self.words.view_as(self.words), how)
         how.mark("emission")
         return Grammar(root, left, right, emission, (entrances[0], entrances[1]))
+
+    def _root(self, logits: Tensor, nonterminals: int) -> Tensor:
+        if self.one_word is None:
+            return logits.softmax(-1)
+        over_nonterminals, over_preterminals = logits.tensor_split([nonterminals])
+        one_word = self.one_word.double()
+        return torch.cat(
+            (
+                over_nonterminals.softmax(-1) * torch.sigmoid(-one_word),
+                over_preterminals.softmax(-1) * one_word.sigmoid(),
+            )
+        )

@@ -20,13 +20,20 @@ class Kept(NamedTuple):
 
 
 def draw_kept(nonterminals: int, preterminals: int, rate: float, *, seed: int, step: int) -> Kept | None:
-    """The subset of a step: a function of (seed, step) alone, so it is the same on every rank. None = all symbols."""
+    """The subset of a step: a function of (seed, step) alone, so it is the same on every rank. None = all symbols.
+
+    Of 256 symbols and more a multiple of 16 is kept: rows of any other length begin at odd addresses, and products of
+    them are several times slower on a GPU.
+    """
     if rate <= 0.0:
         return None
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, step, 0xD809])))
 
     def subset(size: int) -> Tensor:
         count = max(1, round(size * (1.0 - rate)))
-        return torch.from_numpy(np.sort(generator.choice(size, count, replace=False)))
+        if size >= 256 and count > 16:
+            count -= count % 16
+        # Those with the smallest random numbers: a third of the time of generator.choice.
+        return torch.from_numpy(np.sort(np.argpartition(generator.random(size), count - 1)[:count]))
 
     return Kept(subset(nonterminals), subset(preterminals))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lm_pcfg.settings import OptimizerSection
 from lm_pcfg.training import checkpoint
 from lm_pcfg.training.engine import Engine
+from lm_pcfg.training.later import read_later
 from lm_pcfg.training.optimization import make_optimizer
 from lm_pcfg.training.throughput import ReductionClock
 
@@ -44,6 +45,9 @@ class Learner:
         self.model, self.optimizer = engine.accelerator.prepare(model, self.optimizer)
         #: One process on a GPU need not agree with anyone, and then nothing in a step makes the host wait for its end.
         self.reads_late = engine.world_size == 1 and not engine.is_deepspeed and engine.device.type == "cuda"
+        if self.reads_late:  # the update may be captured in a CUDA graph: its rate has to be in memory
+            for group in self.optimizer.param_groups:
+                group |= {"lr": torch.tensor(group["lr"], device=engine.device), "capturable": True}
         # Under ZeRO 3 parameters have no shape between steps, and take no hook.
         self.reduction = ReductionClock(self.parameters.values() if engine.zero_stage != 3 else [], engine)
 
@@ -73,21 +77,27 @@ class Learner:
         """The host decides nothing: Adam's kernel itself leaves out an update whose loss or gradient is not finite."""
         self.engine.accelerator.backward(through)
         mark("backward")
-        norm = self.engine.accelerator.clip_grad_norm_(self.parameters.values(), self._clip)
-        numbers = torch.stack((nll.double(), norm.double()))
-        self._torch_optimizer().found_inf = (~numbers.isfinite().all()).float()  # type: ignore[attr-defined]
-        self._set_learning_rate(learning_rate)
-        self.optimizer.step()
+        self.set_learning_rate(learning_rate)
+        numbers = self.apply_on_device(nll)
         self.optimizer.zero_grad()
-        on_host = numbers.to("cpu", non_blocking=True)  # into pinned memory
-        copied = torch.cuda.Event() if numbers.is_cuda else None
-        if copied is not None:
-            copied.record()
+        return self.reader(numbers, recomputed)
+
+    def apply_on_device(self, nll: Tensor) -> Tensor:
+        """Clip the gradients and update the weights, unless something is not finite: (nll, norm of the gradient)."""
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self._clip)
+        numbers = torch.stack((nll.double(), norm.double()))
+        optimizer = self._torch_optimizer()
+        optimizer.found_inf = (~numbers.isfinite().all()).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        return numbers
+
+    @staticmethod
+    def reader(numbers: Tensor, recomputed: float) -> Callable[[], Update]:
+        """Of what apply_on_device gave; the copy to the host is under way."""
+        on_host = read_later(numbers)
 
         def read() -> Update:
-            if copied is not None:
-                copied.synchronize()
-            total_nll, gradient_norm = on_host.tolist()
+            total_nll, gradient_norm = on_host()
             finite = math.isfinite(total_nll) and math.isfinite(gradient_norm)
             return Update(finite, total_nll, gradient_norm, recomputed)
 
@@ -109,14 +119,17 @@ class Learner:
         total_nll, recomputed = self.engine.sums([nll.item(), recomputed])
         finite = math.isfinite(total_nll) and math.isfinite(norm)
         if finite:
-            self._set_learning_rate(learning_rate)
+            self.set_learning_rate(learning_rate)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return Update(finite, total_nll, norm, recomputed)
 
-    def _set_learning_rate(self, learning_rate: float) -> None:
+    def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(learning_rate)
+            else:
+                group["lr"] = learning_rate
 
     # ---- weights and optimizer state --------------------------------------------------------------------------------
 

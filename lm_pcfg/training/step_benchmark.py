@@ -1,7 +1,8 @@
 """`lm_pcfg bench step`: what a training step costs, and which part of it, over a grid of grammars and batch sizes.
 
 The step is the trainer's own. Its time is measured twice: over many steps in a row, nothing waited for (step_ms, words
-per second, everything included); and part by part, where the clock waits at the end of every part:
+per second, everything included); and part by part, without CUDA graphs of the networks, where the clock waits at the
+end of every part:
 
     networks    rules and features from the parameters        emission    its normalisers
     inside      columns of the emission, charts, and their gradients by the grammar's tensors
@@ -136,6 +137,7 @@ def _timed(trainer: Trainer, steps: int) -> Row:
         return {"note": f"{trainer.position.skipped} of {2 * steps} updates were not finite"}
 
     clock = StepClock(device)
+    trainer.captures = False  # a CUDA graph has no parts
     trainer.computation = trainer.computation._replace(mark=clock.part_ended)
     for _ in range(steps):
         batches = trainer.stream.next_step()

@@ -10,22 +10,27 @@ from typing import NamedTuple
 
 import torch
 
-from flash_inside import Statistics, rules_type
+from flash_inside import rules_type
 from flash_inside.softmax import product_precision
+from lm_pcfg.console import warn
 from lm_pcfg.corpus.batches import Batch
 from lm_pcfg.corpus.vocabularies import AnyVocabulary
 from lm_pcfg.grammar.boundary import Grammar, backward_through
 from lm_pcfg.grammar.build import build_model
 from lm_pcfg.grammar.feature_dropout import FeatureDropout
-from lm_pcfg.grammar.state_dropout import draw_kept
+from lm_pcfg.grammar.state_dropout import Kept, draw_kept
 from lm_pcfg.settings import Settings
 from lm_pcfg.training import data
+from lm_pcfg.training.captured import LARGEST_N, CapturedNetworks
 from lm_pcfg.training.computation import training_computation
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.learner import Update, make_learner
+from lm_pcfg.training.micro_batches import accumulate_gradients
 from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor, state_dropout_rate
 from lm_pcfg.training.position import Position
 from lm_pcfg.training.throughput import Throughput
+
+STEPS_BEFORE_CAPTURE = 3  # of one size: kernels are compiled then, and a size that changes all the time is not captured
 
 
 class Unread(NamedTuple):
@@ -46,6 +51,10 @@ class Steps:
         self.skeleton = self._build_model().to("meta")  # names, shapes and forward, without memory
         self.learner = make_learner(model, settings.optimizer, engine)
         self.computation = training_computation(settings, engine)
+        #: Whether the networks' passes may become CUDA graphs.
+        self.captures = settings.networks.cuda_graphs and self.learner.reads_late and engine.device.type == "cuda"
+        self._captured: CapturedNetworks | None = None
+        self._size, self._alike = (0, 0), 0  # of the grammar in the last steps, and how many of them
         self.average = MovingAverage(self.learner.pieces(), settings.ema.decay) if settings.ema.decay else None
         self.position = Position()
         self.throughput = Throughput()
@@ -80,26 +89,25 @@ class Steps:
             self._count(Update(True, 0.0, 0.0, 0.0), 0.0, 0.0)
             return position.skipped == skipped_before
 
-        nll = torch.zeros((), dtype=torch.float64, device=self.engine.device)
-        statistics = Statistics()
         with product_precision(self.computation.precision):
-            grammar = self._grammar()
-            self.settle()  # while the networks are computed
-            leaves = grammar.detached()
-            for batch in batches:
-                if batch.n_sentences:
-                    log_z = leaves.log_likelihood(
-                        torch.from_numpy(batch.words), batch.lengths, precision=settings.inside.precision,
-                        backend=settings.inside.backend, statistics=statistics,
-                    )  # fmt: skip
-                    # The engine averages over ranks: the gradient is that of (sum over all ranks) / global count.
-                    (-log_z.sum() * (self.engine.world_size / count)).backward()
-                    nll -= log_z.detach().double().sum()
+            kept, dropout = self._draw()
+            captured = self._captured_networks(kept, dropout)
+            grammar = None
+            if captured is not None:
+                leaves = captured.grammar(kept, dropout)
+            else:
+                grammar = self._grammar(kept, dropout)
+                leaves = grammar.detached()
+            # The engine averages over ranks: the gradient is that of (sum over all ranks) / global count.
+            nll, recomputed = accumulate_gradients(leaves, batches, self.engine.world_size / count, settings.inside)
             self.computation.mark("inside")
-            through = backward_through(grammar, leaves)
-            outcome = self.learner.update(
-                through, nll, float(statistics.recomputed), self.learning_rate, self.computation.mark
-            )
+            self.settle()  # the last update is long done by now, and its weights are still there
+            if captured is not None:
+                outcome = captured.update(nll, recomputed, self.learning_rate)
+            else:
+                assert grammar is not None
+                through = backward_through(grammar, leaves)
+                outcome = self.learner.update(through, nll, recomputed, self.learning_rate, self.computation.mark)
         position.step += 1
         self._unread = Unread(position.step, outcome, sentences, words)
         if not self.learner.reads_late:
@@ -124,15 +132,37 @@ class Steps:
             self._skipped_step = unread.step
         self._count(update, unread.sentences, unread.words)
 
-    def _grammar(self) -> Grammar:
-        """Of this step, with its dropout; all processes take part."""
+    def _draw(self) -> tuple[Kept | None, FeatureDropout]:
+        """What this step leaves out: symbols, coordinates. The same on all processes."""
         model, seed, step = self.settings.model, self.settings.seed, self.position.step
         rate = state_dropout_rate(model, step, self.total_steps)
         kept = draw_kept(model.nonterminals, model.preterminals, rate, seed=seed, step=step)
-        dropout = FeatureDropout(model.embedding_dropout, model.feature_dropout, seed, step)
-        nonterminals = model.nonterminals if kept is None else len(kept.nonterminals)
+        return kept, FeatureDropout.of_step(model.embedding_dropout, model.feature_dropout, seed=seed, step=step)
+
+    def _grammar(self, kept: Kept | None, dropout: FeatureDropout) -> Grammar:
+        """All processes take part."""
+        nonterminals = self.settings.model.nonterminals if kept is None else len(kept.nonterminals)
         rules = rules_type(self.settings.inside.precision, nonterminals)
         return self.learner.model(kept, self.computation._replace(dropout=dropout, rules=rules))
+
+    def _captured_networks(self, kept: Kept | None, dropout: FeatureDropout) -> CapturedNetworks | None:
+        """None where the host launches the networks' kernels itself; so it does in the first steps."""
+        nonterminals = self.settings.model.nonterminals if kept is None else len(kept.nonterminals)
+        if not (self.captures and nonterminals <= LARGEST_N):
+            return None
+        if self._captured is None or not self._captured.fits(kept, dropout):
+            size = nonterminals, 0 if kept is None else len(kept.preterminals)
+            self._alike = self._alike + 1 if size == self._size else 1
+            self._size = size
+            if self._alike <= STEPS_BEFORE_CAPTURE:
+                return None
+            self._captured = None  # its memory first
+            try:
+                self._captured = CapturedNetworks(self.learner, self._grammar, kept, dropout, self.engine.device)
+            except torch.OutOfMemoryError:
+                warn("no memory for CUDA graphs of the networks: this run goes on without them (networks.cuda_graphs)")
+                self.captures = False
+        return self._captured
 
     def settle_buckets(self) -> None:
         """DDP orders its buckets anew after the first backward pass, and from three ranks on sums depend on the order.
@@ -141,7 +171,7 @@ class Steps:
         """
         if self.engine.is_deepspeed or self.engine.world_size == 1:
             return
-        grammar = self._grammar()
+        grammar = self._grammar(*self._draw())
         self.engine.accelerator.backward(backward_through(grammar, grammar.detached()))  # of gradients that are all 0
         self.learner.optimizer.zero_grad()
 

@@ -60,7 +60,7 @@ class ZeroLearner(Learner):
         total_nll, recomputed = self.engine.sums([nll.item(), recomputed])
         if not math.isfinite(total_nll):
             return Update(False, total_nll, math.nan, recomputed)
-        self._set_learning_rate(learning_rate)
+        self.set_learning_rate(learning_rate)
         self.model.backward(through)  # as accelerator.backward would, with a look at the clock in between
         self.reduction.backward_done()
         mark("backward")

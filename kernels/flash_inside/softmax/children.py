@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_inside.softmax import rows
-from flash_inside.softmax.products import LARGEST_BLOCK, blocks, multiply, operand, product_precision
+from flash_inside.softmax.products import LARGEST_BLOCK, add, blocks, multiply, operand, product_precision
 
 
 def child_probabilities(
@@ -75,21 +75,24 @@ class _ChildProbabilities(torch.autograd.Function):
         parents, left_children, right_children, left, right = ctx.saved_tensors
         wide, precision = parents.dtype, ctx.precision
         a = operand(parents, precision)
-        d_parents = torch.zeros_like(parents)
+        d_parents: Tensor | None = None
         d_children = []
         gradients = incoming[ctx.first_entrance : ctx.first_entrance + 2]
         with product_precision(precision):
             for children, probabilities, gradient in zip(
                 (left_children, right_children), (left, right), gradients, strict=True
             ):
-                d_table = torch.zeros_like(children)
-                d_children.append(d_table)
                 if gradient is None:
+                    d_children.append(torch.zeros_like(children))
                     continue
+                d_table: Tensor | None = None
+                of_parents = torch.empty_like(parents)
                 b = operand(children, precision)
                 for block in blocks(len(a), len(b), ctx.largest_block):
                     d_logits = torch.empty(probabilities[block].shape, dtype=a.dtype, device=a.device)
                     rows.softmax_gradient(probabilities[block], gradient[block].contiguous(), d_logits)
-                    d_parents[block] += multiply(d_logits, b, wide)
-                    d_table += multiply(d_logits.T, a[block], wide)
+                    of_parents[block] = multiply(d_logits, b, wide)
+                    d_table = add(multiply(d_logits.T, a[block], wide), d_table)
+                d_children.append(torch.zeros_like(children) if d_table is None else d_table)
+                d_parents = add(of_parents, d_parents)
         return d_parents, *d_children, None, None, None

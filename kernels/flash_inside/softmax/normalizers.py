@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_inside.softmax import rows
-from flash_inside.softmax.products import LARGEST_BLOCK, blocks, multiply, operand, product_precision
+from flash_inside.softmax.products import LARGEST_BLOCK, add, blocks, multiply, operand, product_precision, whole_lines
 
 
 def log_normalizers(
@@ -29,11 +29,11 @@ class _LogNormalizers(torch.autograd.Function):
     def forward(ctx: Any, features: Tensor, embeddings: Tensor, precision: str, largest_block: int) -> Tensor:
         ctx.precision, ctx.largest_block = precision, largest_block
         wide = features.dtype
-        a, b = operand(features, precision), operand(embeddings, precision)
+        a, b = operand(features, precision), whole_lines(operand(embeddings, precision))
         result = torch.empty(len(a), dtype=wide, device=a.device)
         with product_precision(precision):
             for block in blocks(len(a), len(b), largest_block):
-                rows.log_sum_exp(multiply(a[block], b.T, wide), result[block])
+                rows.log_sum_exp(multiply(a[block], b.T, wide)[:, : len(embeddings)], result[block])
         ctx.save_for_backward(features, embeddings, result)
         return result
 
@@ -42,15 +42,19 @@ class _LogNormalizers(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         features, embeddings, normalizers = ctx.saved_tensors
         wide, precision = features.dtype, ctx.precision
-        a, b = operand(features, precision), operand(embeddings, precision)
-        gradient = gradient.contiguous()
-        d_features, d_embeddings = torch.empty_like(features), torch.zeros_like(embeddings)
+        a, b = operand(features, precision), whole_lines(operand(embeddings, precision))
+        gradient, words = gradient.contiguous(), len(embeddings)
+        d_features, d_embeddings = torch.empty_like(features), None
         with product_precision(precision):
             for block in blocks(len(a), len(b), ctx.largest_block):
-                logits = multiply(a[block], b.T, wide)
-                d_logits = logits if a.dtype == wide else torch.empty_like(logits, dtype=a.dtype)
-                rows.scaled_exp(logits, normalizers[block], gradient[block], out=d_logits)
+                logits = multiply(a[block], b.T, wide)  # beyond the words: products with zeros
+                d_logits = logits
+                if a.dtype != wide:
+                    d_logits = torch.empty_like(logits, dtype=a.dtype)
+                    d_logits[:, words:] = 0
+                rows.scaled_exp(logits[:, :words], normalizers[block], gradient[block], out=d_logits[:, :words])
                 del logits
                 d_features[block] = multiply(d_logits, b, wide)
-                d_embeddings += multiply(d_logits.T, a[block], wide)
+                d_embeddings = add(multiply(d_logits.T, a[block], wide), d_embeddings)
+        d_embeddings = torch.zeros_like(embeddings) if d_embeddings is None else d_embeddings[:words]
         return d_features, d_embeddings, None, None

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from flash_inside.scaled import matmul_precision, product
 
@@ -34,9 +35,24 @@ def rounded(table: Tensor, precision: str) -> Tensor:
     return operand(table, precision).to(table.dtype)
 
 
+def whole_lines(table: Tensor) -> Tensor:
+    """The table with rows of zeros added up to a multiple of 8.
+
+    A matrix with so many columns begins every row at 16 bytes. PTB has 9,999 words: without this, products that write
+    or read such rows took 2.4 times as long on an H200.
+    """
+    missing = -len(table) % 8
+    return functional.pad(table, (0, 0, 0, missing)) if missing else table
+
+
 def multiply(a: Tensor, b: Tensor, result: torch.dtype) -> Tensor:
     """a @ b, accumulated and returned in `result`."""
     return product(a, b, result)
+
+
+def add(part: Tensor, to: Tensor | None) -> Tensor:
+    """The sum so far: None before the first part."""
+    return part if to is None else to.add_(part)
 
 
 def blocks(rows: int, columns: int, largest: int) -> Iterator[slice]:

@@ -1,0 +1,43 @@
+"""Capturing a CUDA graph."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def capture(launch: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """The work that `launch` starts on the current device. Kernels must be compiled and libraries loaded before.
+
+    pool   memory of an earlier graph (`graph.pool()`) that this one may work in: they must never run at the same time
+
+    `with torch.cuda.graph(...)` would also collect garbage and give all unused memory back to the driver, which later
+    steps then ask for again piece by piece: 20 ms and more for each of the many graphs of a training run. What the
+    garbage collector frees during a capture (an older graph, say) would spoil it: so not then.
+    """
+    graph = torch.cuda.CUDAGraph()
+    device = torch.cuda.current_device()
+    collecting = gc.isenabled()
+    gc.disable()
+    torch.cuda.synchronize(device)
+    try:
+        with torch.cuda.stream(_stream(device)):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
+    finally:
+        if collecting:
+            gc.enable()
+    return graph
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """A capture may not be on the default stream. One for all: cuBLAS keeps working memory for each."""
+    return torch.cuda.Stream(device)

@@ -1,0 +1,92 @@
+"""The networks' passes and the update as two CUDA graphs, for one process on a GPU.
+
+Of some 350 launches of a step most are the networks' and the optimizer's, the same in every step. To launch them took
+the host 7 ms (H200, N 2048), longer than the GPU needed for all of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from flash_inside.cuda_graphs import capture
+from lm_pcfg.grammar.boundary import Grammar
+from lm_pcfg.grammar.feature_dropout import FeatureDropout
+from lm_pcfg.grammar.state_dropout import Kept
+from lm_pcfg.training.learner import Learner, Update
+
+#: Larger grammars hide the launches, and the graphs' own memory (gradients of the rules, logits) would be gigabytes.
+LARGEST_N = 8192
+
+
+class CapturedNetworks:
+    """For so many kept symbols. Everything a step changes lies in fixed memory: symbols kept, dropout, gradients, rate.
+
+    The model must have been through some steps of this size, so that all kernels are compiled and Adam has its state.
+    """
+
+    def __init__(
+        self, learner: Learner, compute: Callable[[Kept | None, FeatureDropout], Grammar], kept: Kept | None,
+        dropout: FeatureDropout, device: torch.device,
+    ):  # fmt: skip
+        self.learner = learner
+        self.kept = None if kept is None else kept.to(device)
+        self.dropout = dropout._replace(keys=dropout.keys.to(device))
+        self.nll = torch.zeros((), dtype=torch.float64, device=device)
+        made: list[Grammar] = []
+        self._forward = capture(lambda: made.append(compute(self.kept, self.dropout)))
+        grammar = made[0]
+        #: What micro-batches work on and leave their gradients at.
+        self.leaves = grammar.detached()
+        self.gradients = [torch.zeros_like(tensor) for tensor in grammar.entrance_tensors]
+        numbers: list[Tensor] = []
+
+        def backward() -> None:
+            parameters = list(learner.parameters.values())
+            found = torch.autograd.grad(grammar.entrance_tensors, parameters, self.gradients, allow_unused=True)
+            for parameter, gradient in zip(parameters, found, strict=True):
+                parameter.grad = gradient
+            numbers.append(learner.apply_on_device(self.nll))
+
+        self._backward = capture(backward, self._forward.pool())
+        learner.optimizer.zero_grad()  # the graph has its own
+        self._numbers = numbers[0]
+
+    def fits(self, kept: Kept | None, dropout: FeatureDropout) -> bool:
+        return _sizes(kept) == _sizes(self.kept) and dropout[:2] == self.dropout[:2]
+
+    def grammar(self, kept: Kept | None, dropout: FeatureDropout) -> Grammar:
+        """Of this step: the same tensors every time, with new values and no gradients."""
+        if kept is not None and self.kept is not None:
+            _send(kept, self.kept)
+        if any(dropout[:2]):
+            _send([dropout.keys], [self.dropout.keys])
+        for leaf in self.leaves.tensors:
+            leaf.grad = None
+        self._forward.replay()
+        return self.leaves
+
+    def update(self, nll: Tensor, recomputed: float, learning_rate: float) -> Callable[[], Update]:
+        """From the gradients at the leaves; as Learner.update."""
+        for leaf, gradient in zip(self.leaves.tensors, self.gradients, strict=True):
+            if leaf.grad is None:
+                gradient.zero_()
+            else:
+                gradient.copy_(leaf.grad)
+                leaf.grad = None
+        self.nll.copy_(nll)
+        self.learner.set_learning_rate(learning_rate)
+        self._backward.replay()
+        return self.learner.reader(self._numbers, recomputed)
+
+
+def _sizes(kept: Kept | None) -> list[int] | None:
+    return None if kept is None else [len(numbers) for numbers in kept]
+
+
+def _send(values: Iterable[Tensor], to: Iterable[Tensor]) -> None:
+    """Without waiting: from pinned memory, which is kept until it is copied."""
+    for value, target in zip(values, to, strict=True):
+        target.copy_(value.pin_memory(), non_blocking=True)
