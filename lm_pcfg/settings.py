@@ -167,6 +167,9 @@ class ModelSection(Section):
         None, "dimension of a smaller word table, which a matrix takes to `dimension`; null: the same"
     )
     emission_temperature: float = setting(1.0, "divides the logits of words given a preterminal", gt=0)
+    word_bias: Literal["none", "zipf"] = setting(
+        "none", "zipf: one more number a word in its logits, which begins as its frequency by Zipf's law"
+    )
     parameterization: Literal["paper", "released", "tables"] = setting(
         "paper", "networks of the paper, of its released code, or free logits without networks (small grammars)"
     )
@@ -194,7 +197,7 @@ class ModelSection(Section):
     @check(mode="after")
     def _networks_have_what_is_asked_for(self) -> ModelSection:
         if self.parameterization == "tables":
-            for key in ("word_dimension", "emission_temperature", "embedding_dropout", "feature_dropout"):
+            for key in ("word_dimension", "emission_temperature", "word_bias", "embedding_dropout", "feature_dropout"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} needs networks; use parameterization paper or released")
         return self

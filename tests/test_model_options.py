@@ -117,8 +117,20 @@ def test_temperature_divides_the_logits_of_words():
     torch.testing.assert_close(warm().left, plain().left)
 
 
-def test_gradients_gathered_on_the_grammar_equal_plain_autograd():
-    model = make_model(word_dimension=4, emission_temperature=0.8)
+def test_a_bias_adds_to_the_logits_of_words_and_begins_as_zipfs_law():
+    model, plain = make_model(word_bias=True), make_model()
+    zipf = -torch.log(torch.arange(V) + 2.7)
+    torch.testing.assert_close(model.word_bias.detach(), zipf.to(model.word_bias.dtype))
+    with torch.no_grad():
+        model.word_bias.copy_(torch.linspace(-3, 2, V))
+    logits = plain().emission.features @ plain.words.T + model.word_bias
+    torch.testing.assert_close(model().emission.log_probabilities(torch.arange(V)), logits.log_softmax(1).T)
+    torch.testing.assert_close(model().left, plain().left)
+
+
+@pytest.mark.parametrize("word_bias", [False, True])
+def test_gradients_gathered_on_the_grammar_equal_plain_autograd(word_bias):
+    model = make_model(word_dimension=4, emission_temperature=0.8, word_bias=word_bias)
     how = Computation("fp64", dropout=FeatureDropout.of_step(0.2, 0.3, seed=1, step=2))
     kept = draw_kept(N, P, 0.3, seed=1, step=2)
     batches = [(torch.tensor([1, 4, 4, 0]), [3, 1]), (torch.tensor([2, 3, 5]), [3])]

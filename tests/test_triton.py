@@ -152,7 +152,8 @@ def test_bf16_chart(spread, cut_rows, monkeypatch):
 
 
 @runs_kernels
-def test_a_graphs_layout_serves_batches_that_do_not_fill_it():
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_graphs_layout_serves_batches_that_do_not_fill_it(copied):
     """Fewer sentences than slots and fewer words than room: rows beyond the words must not count."""
     from flash_inside import triton_backend, triton_graphs
 
@@ -161,10 +162,11 @@ def test_a_graphs_layout_serves_batches_that_do_not_fill_it():
     def through_graph(rules, emissions, lengths, precision, backend):
         def find(rules, emissions, lengths, precision, storage):
             types = rules.root.dtype, rules.left.dtype, emissions.dtype
-            bucket = triton_graphs.Bucket(0, 7, 5, rules.root.shape[0], precision, storage, types, sentences=4, words=6)
+            shape, rules_at = (0, 7, 5, rules.root.shape[0]), None if copied else (0, 0)
+            bucket = triton_graphs.Bucket(*shape, precision, storage, types, sentences=4, words=6, rules_at=rules_at)
             if bucket not in graphs:
                 arena = triton_graphs.Arena(triton_graphs.Graph.size(bucket), emissions.device)
-                graphs[bucket] = triton_graphs.Graph(bucket, arena, rules.left, rules.right)
+                graphs[bucket] = triton_graphs.Graph(bucket, arena)
             return graphs[bucket]
 
         with pytest.MonkeyPatch.context() as patch:

@@ -74,18 +74,21 @@ def inside_unchecked(
     lengths: Tensor | Sequence[int],
     precision: str = "fp32",
     backend: str = "auto",
+    of_rules: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`inside` before it asks which sentences have to be recomputed, so that no host has to wait: log Z, trusted [B].
 
     A sentence that is not trusted left the range of the number format: its log Z means nothing and it has no gradient.
     Give those to `inside`.
+
+    of_rules: memory into which the backward may write the gradients of left and right, instead of new memory
     """
     lengths = _check(rules, emissions, lengths, precision, backend)
     backend = _choose(backend, emissions, precision)
     if not lengths or rules.per_sentence or backend == "reference":
         log_z = inside(rules, emissions, lengths, precision, backend)
         return log_z, torch.ones_like(log_z, dtype=torch.bool)
-    return _first_pass(rules, emissions, lengths, precision, backend)
+    return _first_pass(rules, emissions, lengths, precision, backend, of_rules)
 
 
 def span_marginals(
@@ -167,12 +170,17 @@ def _scaled_inside(
 
 
 def _first_pass(
-    rules: Rules, emissions: Tensor, lengths: list[int], precision: str, backend: str
+    rules: Rules,
+    emissions: Tensor,
+    lengths: list[int],
+    precision: str,
+    backend: str,
+    of_rules: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     if backend == "triton":
         from flash_inside import triton_backend  # imported where it is used: needs triton
 
-        log_z, trusted, _ = triton_backend.inside(rules, emissions, lengths, precision)
+        log_z, trusted, _ = triton_backend.inside(rules, emissions, lengths, precision, of_rules=of_rules)
     else:
         log_z, trusted, _ = scaled.inside(rules, emissions, Layout(lengths), precision)
     return log_z, trusted

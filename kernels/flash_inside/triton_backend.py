@@ -21,19 +21,25 @@ from flash_inside.packing import Layout
 from flash_inside.rules import Rules, gradient_type
 from flash_inside.scaled import LARGEST_FP32_CHART, Result
 from flash_inside.triton_chart import Chart, Kept, Tables, Weights, product_precision
-from flash_inside.triton_gradients import Wanted, gradients
+from flash_inside.triton_gradients import RuleMemory, Wanted, gradients
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 def inside(
-    rules: Rules, emissions: Tensor, lengths: Sequence[int], precision: str, layout: Layout | None = None
+    rules: Rules,
+    emissions: Tensor,
+    lengths: Sequence[int],
+    precision: str,
+    layout: Layout | None = None,
+    of_rules: RuleMemory | None = None,
 ) -> Result:
     """Log marginals in the caller's order. The gradient of a sentence that is not trusted is zero.
 
     Give a layout to get the posterior of its rows. Without one a CUDA graph may be used, and the posterior is empty.
+    of_rules: memory for the gradients of left and right, if it is of their types.
     """
-    return Result(*_TritonInside.apply(*rules, emissions, lengths, precision, layout))
+    return Result(*_TritonInside.apply(*rules, emissions, lengths, precision, layout, of_rules))
 
 
 def storage_type(precision: str, n: int) -> torch.dtype:
@@ -53,12 +59,19 @@ class _TritonInside(torch.autograd.Function):
         lengths: Sequence[int],
         precision: str,
         layout: Layout | None,
+        of_rules: RuleMemory | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         n, p = left.shape[0], emissions.shape[1]
         storage, device = storage_type(precision, n), emissions.device
         ctx.precision, ctx.words = precision, emissions.shape[0]
         ctx.gradient_types = [gradient_type(tensor) for tensor in (root, left, right, emissions)]
         ctx.held = None
+        if of_rules is not None and any(
+            memory.dtype != wanted or not memory.is_contiguous()
+            for memory, wanted in zip(of_rules, ctx.gradient_types[1:3], strict=True)
+        ):
+            of_rules = None
+        ctx.of_rules = of_rules
         with product_precision(precision):
             graph = None
             if layout is None:
@@ -96,18 +109,21 @@ class _TritonInside(torch.autograd.Function):
         d_log_z = d_log_z.float().contiguous()
         with product_precision(ctx.precision):
             if ctx.held is not None:
-                found = ctx.held.gradients(root, left, right, d_log_z, ctx.words, wanted)
+                found = ctx.held.gradients(root, left, right, d_log_z, ctx.words, wanted, ctx.of_rules)
             else:
                 chart = Kept(*kept)
                 weights = Weights(left, right, chart.leaves.dtype)
                 allocate = _allocator(d_log_z.device)
                 found = gradients(
                     chart, weights, root.float().contiguous(), d_log_z, ctx.words, ctx.layout, ctx.tables, wanted,
-                    allocate, allocate,
+                    allocate, allocate, ctx.of_rules,
                 )  # fmt: skip
         if found.right is not None:  # the rules may have two types; their gradients are computed in that of left
             found = found._replace(right=found.right.to(right_type))
-        return (*found, None, None, None)
+        if ctx.of_rules is not None and found.left is not None and found.right is not None:
+            # Another tensor over the same memory: one that is held elsewhere autograd would copy.
+            found = found._replace(left=found.left.detach(), right=found.right.detach())
+        return (*found, None, None, None, None)
 
 
 def _allocator(device: torch.device) -> Any:

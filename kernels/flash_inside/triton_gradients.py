@@ -12,6 +12,8 @@ from flash_inside import triton_gradient_kernels as kernels
 from flash_inside.packing import Layout
 from flash_inside.triton_chart import Allocate, Kept, Tables, Weights, row_block
 
+RuleMemory = tuple[Tensor, Tensor]
+
 
 class Gradients(NamedTuple):
     root: Tensor | None
@@ -39,14 +41,18 @@ def gradients(
     wanted: Wanted,
     allocate: Allocate,
     allocate_working: Allocate,
+    of_rules: RuleMemory | None = None,
 ) -> Gradients:
-    """root: [N] or [N+P] fp32; d_log_z: [B] fp32 in the caller's order; words_given: rows of the emissions."""
+    """root: [N] or [N+P] fp32; d_log_z: [B] fp32 in the caller's order; words_given: rows of the emissions.
+
+    of_rules: where the gradients of left and right are to lie, if not in new memory.
+    """
     n, p, words, sentences = weights.n, chart.leaves.shape[1], layout.words, len(layout.lengths)
     longest, storage, one_word = layout.longest, chart.leaves.dtype, root.shape[0] > n
     d_children, below = chart.d_children, chart.d_children.shape[0]  # the longest width has no children
     d_root = d_left = d_right = d_emissions = None
     if wanted.rules is not None:
-        d_left, d_right = (allocate((n, n + p), wanted.rules) for _ in range(2))
+        d_left, d_right = of_rules or [allocate((n, n + p), wanted.rules) for _ in range(2)]
         leaves = _weigh(chart.leaves, 1, 1, d_log_z, chart.usable, layout, tables, allocate_working)
         beta = _weigh(chart.beta, 2, longest - 1, d_log_z, chart.usable, layout, tables, allocate_working)
         for side, gradient in enumerate((d_left, d_right)):

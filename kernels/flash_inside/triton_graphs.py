@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from flash_inside.cuda_graphs import capture
 from flash_inside.packing import Layout
 from flash_inside.rules import Rules, gradient_type
 from flash_inside.triton_chart import Chart, Kept, Tables, Weights
-from flash_inside.triton_gradients import Gradients, Wanted, gradients
+from flash_inside.triton_gradients import Gradients, RuleMemory, Wanted, gradients
 
 #: Above this many nonterminals products take longer than launches: rows without words are real work, so that a graph
 #: must fit its batch closely.
@@ -32,9 +32,10 @@ MOST_PADDING = {True: 4.0, False: 1.15}
 #: Up to here the gradients are in the graph too, and copied out.
 LARGEST_N_OF_GRADIENT_GRAPH = 2048
 #: Up to here a graph has its own copy of the rules, and serves any; beyond, it is tied to the memory they lie in.
-LARGEST_N_OF_COPIED_RULES = 4096
-#: ... and not used for a chart of more rows than this: the products then hide the launches, and an arena would cost
-#: memory while the gradients are computed.
+LARGEST_N_OF_COPIED_RULES = 1024
+#: Beyond this many nonterminals, no graph for a chart of more rows than so many: the products hide the launches, and an
+#: arena would cost memory while the gradients are computed.
+LARGEST_N_OF_LARGE_CHARTS = 4096
 MOST_ROWS_BEYOND = 4096
 MOST_GRAPHS = 64
 GROWTH = 1 << 28  # bytes of arena: larger and larger batches make it grow, not each of them
@@ -72,7 +73,7 @@ def bucket_of(
         return None
     rules_at = None
     if n > LARGEST_N_OF_COPIED_RULES:
-        if room > MOST_ROWS_BEYOND:
+        if n > LARGEST_N_OF_LARGE_CHARTS and room > MOST_ROWS_BEYOND:
             return None
         if not (rules.left.dtype == rules.right.dtype == storage):
             return None
@@ -114,7 +115,7 @@ class Graph:
     interpreter) it is never captured.
     """
 
-    def __init__(self, bucket: Bucket, arena: Arena, left: Tensor, right: Tensor):
+    def __init__(self, bucket: Bucket, arena: Arena):
         self.bucket, self.arena = bucket, arena
         device = arena.memory.device
         self.layout = Layout([bucket.words] * bucket.sentences)
@@ -124,14 +125,13 @@ class Graph:
         self.root, self.d_log_z, self.emissions, joint, self.chart, self.gradient_start = _memory(
             bucket, self.layout, arena
         )
-        if joint is not None:
-            left, right = joint.split(bucket.n)
-        self.left, self.right = left.detach(), right.detach()
-        self.weights = Weights(self.left, self.right, bucket.storage)
-        # Nothing here may refer back to this object: memory is to be free as soon as the graph is dropped.
-        self.forward = Replay(
-            partial(self.chart.compute, self.weights, self.root, self.emissions, self.layout, self.tables)
-        )
+        self.rules: tuple[Tensor, ...] | None = None if joint is None else joint.split(bucket.n)
+        # Nothing here may refer back to this object: memory is to be free as soon as the graph is dropped. Nor may it
+        # hold rules that are not its own: they could never be freed. They are in this list while it works.
+        self.weights: list[Weights] = []
+        chart, weights = self.chart, self.weights
+        arguments = self.root, self.emissions, self.layout, self.tables
+        self.forward = Replay(lambda: chart.compute(weights[0], *arguments))
         self.backward: dict[Wanted, tuple[Replay, list[Gradients]]] = {}
 
     @staticmethod
@@ -162,30 +162,40 @@ class Graph:
         self.arena.hand_to(held)
         self.tables.packed.copy_(held.tables.packed)
         self.root.copy_(root)
-        if self.bucket.rules_at is None:
-            self.left.copy_(left)
-            self.right.copy_(right)
+        if self.rules is not None:
+            for own, given in zip(self.rules, (left, right), strict=True):
+                own.copy_(given)
         self.emissions[: emissions.shape[0]].copy_(emissions)
-        self.forward()
+        with self._rules(left, right):
+            self.forward()
         return held
 
-    def gradients(self, d_log_z: Tensor, wanted: Wanted) -> Gradients:
+    @contextmanager
+    def _rules(self, left: Tensor, right: Tensor) -> Iterator[None]:
+        if self.rules is not None:
+            left, right = self.rules
+        self.weights.append(Weights(left, right, self.bucket.storage))
+        try:
+            yield
+        finally:
+            self.weights.clear()
+
+    def gradients(self, left: Tensor, right: Tensor, d_log_z: Tensor, wanted: Wanted) -> Gradients:
         """Of the batch in the arena; they overwrite the working memory of the pass, not its results."""
         if wanted not in self.backward:
-            arena, start, found = self.arena, self.gradient_start, list[Gradients]()
-            compute = partial(
-                gradients, self.chart.kept, self.weights, self.root, self.d_log_z, self.layout.words, self.layout,
-                self.tables, wanted, arena.allocate, arena.allocate,
-            )  # fmt: skip
+            arena, start, found, weights = self.arena, self.gradient_start, list[Gradients](), self.weights
+            before = (self.root, self.d_log_z, self.layout.words, self.layout, self.tables, wanted)
+            kept = self.chart.kept
 
             def launch() -> None:
                 arena.used = start
-                found[:] = [compute()]
+                found[:] = [gradients(kept, weights[0], *before, arena.allocate, arena.allocate)]
 
             self.backward[wanted] = Replay(launch), found
         replay, found = self.backward[wanted]
         self.d_log_z[: d_log_z.shape[0]].copy_(d_log_z)
-        replay()
+        with self._rules(left, right):
+            replay()
         return found[0]
 
 
@@ -226,15 +236,19 @@ class Held:
         self.in_arena = False
 
     def gradients(
-        self, root: Tensor, left: Tensor, right: Tensor, d_log_z: Tensor, words: int, wanted: Wanted
-    ) -> Gradients:
+        self, root: Tensor, left: Tensor, right: Tensor, d_log_z: Tensor, words: int, wanted: Wanted,
+        of_rules: RuleMemory | None,
+    ) -> Gradients:  # fmt: skip
         graph, bucket = self.graph, self.graph.bucket
         if self.in_arena and bucket.n <= LARGEST_N_OF_GRADIENT_GRAPH:
             self.used = True
-            found = graph.gradients(d_log_z, wanted)
+            found = graph.gradients(left, right, d_log_z, wanted)
             if found.emissions is not None:
                 found = found._replace(emissions=found.emissions[:words])
-            return Gradients(*(None if tensor is None else tensor.clone() for tensor in found))
+            d_left, d_right = of_rules or (None, None)
+            return Gradients(
+                *map(_moved, found, (None, d_left, d_right, None)),
+            )
         kept = graph.chart.kept if self.in_arena else self.copies
         if kept is None:
             raise RuntimeError(
@@ -250,8 +264,15 @@ class Held:
             graph.arena.used, working = graph.gradient_start, graph.arena.allocate
         return gradients(
             kept, Weights(left, right, bucket.storage), root.float().contiguous(), d_log_z, words, graph.layout,
-            self.tables, wanted, allocate, working,
+            self.tables, wanted, allocate, working, of_rules,
         )  # fmt: skip
+
+
+def _moved(tensor: Tensor | None, to: Tensor | None) -> Tensor | None:
+    """Out of the arena: to memory that is given, or to new."""
+    if tensor is None:
+        return None
+    return tensor.clone() if to is None else to.copy_(tensor)
 
 
 class _Counter:
@@ -339,5 +360,5 @@ def find(rules: Rules, emissions: Tensor, lengths: Sequence[int], precision: str
         _arenas[bucket.device] = arena = Arena(size, emissions.device)
     while len(_graphs) >= MOST_GRAPHS:
         _graphs.popitem(last=False)
-    _graphs[bucket] = Graph(bucket, arena, rules.left, rules.right)
+    _graphs[bucket] = Graph(bucket, arena)
     return _graphs[bucket]

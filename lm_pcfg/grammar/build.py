@@ -29,6 +29,7 @@ def build_model(model: ModelSection, words: int, seed: int) -> nn.Module:
         dimension=model.dimension,
         word_dimension=model.word_dimension,
         emission_temperature=model.emission_temperature,
+        word_bias=model.word_bias == "zipf",
         parameterization=model.parameterization,
         root_over=model.root,
         init="xavier_normal" if init.scheme == "normal" else init.scheme,

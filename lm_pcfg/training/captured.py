@@ -41,6 +41,7 @@ class CapturedNetworks:
         #: What micro-batches work on and leave their gradients at.
         self.leaves = grammar.detached()
         self.gradients = [torch.zeros_like(tensor) for tensor in grammar.entrance_tensors]
+        self.of_rules = self.gradients[1], self.gradients[2]
         numbers: list[Tensor] = []
 
         def backward() -> None:
@@ -73,9 +74,9 @@ class CapturedNetworks:
         for leaf, gradient in zip(self.leaves.tensors, self.gradients, strict=True):
             if leaf.grad is None:
                 gradient.zero_()
-            else:
+            elif leaf.grad.data_ptr() != gradient.data_ptr():  # else it was written there
                 gradient.copy_(leaf.grad)
-                leaf.grad = None
+            leaf.grad = None
         self.nll.copy_(nll)
         self.learner.set_learning_rate(learning_rate)
         self._backward.replay()

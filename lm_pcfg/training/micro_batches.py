@@ -16,20 +16,27 @@ from lm_pcfg.training.later import read_later
 
 
 def accumulate_gradients(
-    leaves: Grammar, batches: Iterable[Batch], scale: float, inside: InsideSection
+    leaves: Grammar,
+    batches: Iterable[Batch],
+    scale: float,
+    inside: InsideSection,
+    of_rules: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, int]:
     """Adds the gradient of scale x (-log-likelihood). Returns -log-likelihood (fp64) and the sentences recomputed.
 
     Which sentences left the range of the number format is asked only after the backward passes are launched: they have
     no gradient there, and are computed again on their own. To ask before would leave a GPU without work.
+
+    of_rules: memory where the gradients of left and right may come to lie
     """
     nll = torch.zeros((), dtype=torch.float64, device=leaves.root.device)
     looks: list[tuple[Batch, Callable[[], list[bool]]]] = []
     for batch in batches:
         if batch.n_sentences:
             log_z, trusted = leaves.log_likelihood_unchecked(
-                torch.from_numpy(batch.words), batch.lengths, precision=inside.precision, backend=inside.backend
-            )
+                torch.from_numpy(batch.words), batch.lengths, precision=inside.precision, backend=inside.backend,
+                of_rules=None if looks else of_rules,  # the first batch's; the others add to them
+            )  # fmt: skip
             looks.append((batch, read_later(trusted)))
             log_z = torch.where(trusted, log_z, 0.0)
             (-log_z.sum() * scale).backward()

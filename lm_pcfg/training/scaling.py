@@ -111,6 +111,7 @@ def parameters(model: ModelSection, words: int) -> int:
         return roots + 2 * model.nonterminals * symbols + model.preterminals * words
     layer = d * d + d
     tables = d + (symbols + words) * d + 3 * layer  # start, symbols and words; left child, right child, parent
+    tables += (model.root == "all") + (words if model.word_bias == "zipf" else 0)
     if model.parameterization == "released":
         return tables + 7 * layer
     return tables + 2 * 5 * layer + roots * d

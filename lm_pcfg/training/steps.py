@@ -99,7 +99,8 @@ class Steps:
                 grammar = self._grammar(kept, dropout)
                 leaves = grammar.detached()
             # The engine averages over ranks: the gradient is that of (sum over all ranks) / global count.
-            nll, recomputed = accumulate_gradients(leaves, batches, self.engine.world_size / count, settings.inside)
+            scale, of_rules = self.engine.world_size / count, None if captured is None else captured.of_rules
+            nll, recomputed = accumulate_gradients(leaves, batches, scale, settings.inside, of_rules)
             self.computation.mark("inside")
             self.settle()  # the last update is long done by now, and its weights are still there
             if captured is not None:
