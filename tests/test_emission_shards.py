@@ -34,7 +34,13 @@ DEALS = {
 
 def model_of(parameterization: str = "paper") -> SimplePCFG:
     model = SimplePCFG(
-        nonterminals=N, preterminals=P, words=V, dimension=8, parameterization=parameterization, symbol_deviation=0.5
+        nonterminals=N,
+        preterminals=P,
+        words=V,
+        word_bias=True,
+        dimension=8,
+        parameterization=parameterization,
+        symbol_deviation=0.5,
     )
     return model.double()
 
@@ -61,8 +67,17 @@ def dense_loss(model: SimplePCFG, kept: Kept | None, dropped: FeatureDropout) ->
         torch.softmax(model.parent(nonterminals) @ child(symbols).T, 1)
         for child in (model.left_child, model.right_child)
     )
-    root = torch.softmax((root_output @ model.root_network(model.start).T).squeeze(1), 0)
-    emission = torch.log_softmax(dropped.features(model.emission_network(preterminals)) @ model.words.T, 1)  # [P, V]
+    root_logits = (
+        (root_output @ model.root_network(model.start).T).squeeze(1).split([len(nonterminals), len(preterminals)])
+    )
+    root = torch.cat(
+        [
+            part.softmax(0) * torch.sigmoid(sign * model.one_word)
+            for part, sign in zip(root_logits, (-1, 1), strict=True)
+        ]
+    )
+    logits = dropped.features(model.emission_network(preterminals)) @ model.words.T + model.word_bias  # [P, V]
+    emission = torch.log_softmax(logits, 1)
     words = torch.from_numpy(np.concatenate(SENTENCES))
     log_z = flash_inside.inside(
         Rules(root, left, right), emission[:, words].T, [len(s) for s in SENTENCES], "fp64", "reference"
