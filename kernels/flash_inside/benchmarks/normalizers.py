@@ -121,7 +121,7 @@ def _measure(size: tuple[int, int, int], precision: str, device: torch.device, s
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 5 or time.perf_counter() < end:
-        times.append(milliseconds(forward_and_backward, device))
+        times += milliseconds(forward_and_backward, device)
     times.sort()
     for name, share in (("p20_ms", 0.2), ("p50_ms", 0.5), ("p80_ms", 0.8)):
         row[name] = round(times[round(share * (len(times) - 1))], 4)
