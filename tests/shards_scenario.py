@@ -19,10 +19,10 @@ def main(config: Path, out: Path, overrides: list[str]) -> None:
     logits = 0  # of the emission, forward and again backward, that this rank has computed
 
     def counting(function):
-        def wrapper(values, *others, **named):
+        def wrapper(values, columns, *others, **named):
             nonlocal logits
-            logits += values.numel()
-            return function(values, *others, **named)
+            logits += len(values) * columns
+            return function(values, columns, *others, **named)
 
         return wrapper
 

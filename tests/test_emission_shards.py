@@ -106,9 +106,9 @@ def count_logits() -> dict[str, int]:
     counted = {"log_sum_exp": 0, "scaled_exp": 0}
 
     def counting(name: str, function):
-        def wrapper(logits, *others, **named):
-            counted[name] += logits.numel()
-            return function(logits, *others, **named)
+        def wrapper(logits, columns, *others, **named):
+            counted[name] += len(logits) * columns
+            return function(logits, columns, *others, **named)
 
         return wrapper
 

@@ -85,12 +85,12 @@ def launches():
                 lengths = [13, 2] if root == "all" else [8, 2]  # the longer one in bands of widths
                 result = triton_backend.inside(Rules(*inputs[:3]), inputs[3], lengths, precision, Layout(lengths))
                 torch.autograd.grad(result.log_z.sum(), inputs)
-        for columns in (1000, 12288):
+        for columns in (1000, 1008, 12288):
             for out in (torch.float32, torch.bfloat16):
                 logits, values = torch.empty(2, columns), torch.empty(2)
                 narrow = torch.empty(2, columns, dtype=out)
-                triton_rows.log_sum_exp(logits, values)
-                triton_rows.scaled_exp(logits, values, values, narrow)
+                triton_rows.log_sum_exp(logits, columns - 1, values)
+                triton_rows.scaled_exp(logits, columns - 1, values, values, narrow)
                 triton_rows.softmax(logits, narrow)
                 triton_rows.softmax_gradient(narrow, logits, narrow)
         from flash_inside import trees

@@ -43,7 +43,9 @@ def test_row_passes_equal_pytorch(rows, columns):
     logits, gradient = rows_of(rows, columns), rows_of(rows, columns, scale=1.0)
     wide = logits.double()
     normalizers = torch.empty(rows, device=DEVICE)
-    triton_rows.log_sum_exp(logits, normalizers)
+    padded = rows_of(rows, columns + 5, scale=100.0)  # what lies beyond the columns counts for nothing
+    padded[:, :columns] = logits
+    triton_rows.log_sum_exp(padded, columns, normalizers)
     torch.testing.assert_close(normalizers.double(), wide.logsumexp(1), rtol=1e-6, atol=1e-6)
 
     probabilities = torch.empty_like(logits)
@@ -51,10 +53,12 @@ def test_row_passes_equal_pytorch(rows, columns):
     torch.testing.assert_close(probabilities.double(), wide.softmax(1), rtol=1e-5, atol=1e-12)
 
     factor = gradient[:, 0].contiguous()
-    d_logits = torch.empty_like(logits)
-    triton_rows.scaled_exp(logits, normalizers, factor, d_logits)
-    torch.testing.assert_close(d_logits.double(), wide.softmax(1) * factor[:, None].double(), rtol=1e-4, atol=1e-12)
+    expected = torch.zeros_like(padded, dtype=torch.float64)
+    expected[:, :columns] = wide.softmax(1) * factor[:, None].double()
+    triton_rows.scaled_exp(padded, columns, normalizers, factor, padded)
+    torch.testing.assert_close(padded.double(), expected, rtol=1e-4, atol=1e-12)
 
+    d_logits = torch.empty_like(logits)
     triton_rows.softmax_gradient(probabilities, gradient, d_logits)
     p, g = probabilities.double(), gradient.double()
     expected = p * (g - (p * g).sum(1, keepdim=True) / p.sum(1, keepdim=True))

@@ -17,7 +17,7 @@ dropped at once. What stays for the backward are beta~ and D (3N values a row); 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,7 +72,10 @@ def matmul_precision(precision: str) -> Iterator[None]:
     before = settings.fp32_precision
     settings.fp32_precision = "tf32" if precision == "tf32" else "ieee"
     try:
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):  # to leave it takes time that a small grammar's step has not
+                    stack.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
         settings.fp32_precision = before

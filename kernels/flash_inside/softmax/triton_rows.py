@@ -10,12 +10,16 @@ from torch import Tensor
 
 
 @triton.jit
-def online(row, columns, c, BLOCK: tl.constexpr):
-    """Largest value and sum of exp(value - largest) of a row."""
+def online(row, columns, c, count, BLOCK: tl.constexpr):
+    """Largest value and sum of exp(value - largest) of the first `count` of a row.
+
+    c: columns of the matrix. Where it is a multiple of 16 loads are 16 bytes wide, which no mask by `count` allows.
+    """
     largest = float("-inf")
     total = 0.0
     for first in range(0, c, BLOCK):
         values = tl.load(row + first + columns, mask=first + columns < c, other=float("-inf")).to(tl.float32)
+        values = tl.where(first + columns < count, values, float("-inf"))
         new = tl.maximum(largest, tl.max(values, 0))
         total = total * tl.exp(largest - new) + tl.sum(tl.exp(values - new), 0)
         largest = new
@@ -23,19 +27,20 @@ def online(row, columns, c, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def log_sum_exp_kernel(logits, out, stride, c, BLOCK: tl.constexpr):
+def log_sum_exp_kernel(logits, out, stride, c, count, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
-    largest, total = online(logits + r * stride, tl.arange(0, BLOCK), c, BLOCK)
+    largest, total = online(logits + r * stride, tl.arange(0, BLOCK), c, count, BLOCK)
     tl.store(out + r, largest + tl.log(total))
 
 
 @triton.jit
-def scaled_exp_kernel(logits, log_divisor, factor, out, stride, out_stride, c, BLOCK: tl.constexpr):
+def scaled_exp_kernel(logits, log_divisor, factor, out, stride, out_stride, c, count, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < c
     values = tl.load(logits + r * stride + columns, mask=inside).to(tl.float32)
     values = tl.exp(values - tl.load(log_divisor + r)) * tl.load(factor + r)
+    values = tl.where(columns < count, values, 0.0)
     tl.store(out + r * out_stride + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
@@ -43,7 +48,7 @@ def scaled_exp_kernel(logits, log_divisor, factor, out, stride, out_stride, c, B
 def softmax_kernel(logits, out, stride, out_stride, c, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    largest, total = online(logits + r * stride, columns, c, BLOCK)
+    largest, total = online(logits + r * stride, columns, c, c, BLOCK)
     for first in range(0, c, BLOCK):
         inside = first + columns < c
         values = tl.load(logits + r * stride + first + columns, mask=inside).to(tl.float32)
@@ -78,18 +83,18 @@ def _block(columns: int) -> dict[str, int]:
     return {"BLOCK": size, "num_warps": max(1, min(16, size // 256))}
 
 
-def log_sum_exp(logits: Tensor, out: Tensor) -> None:
-    rows, columns = logits.shape
+def log_sum_exp(logits: Tensor, columns: int, out: Tensor) -> None:
+    rows, all_columns = logits.shape
     if rows:
-        log_sum_exp_kernel[(rows,)](logits, out, logits.stride(0), columns, **_block(columns))
+        log_sum_exp_kernel[(rows,)](logits, out, logits.stride(0), all_columns, columns, **_block(all_columns))
 
 
-def scaled_exp(logits: Tensor, log_divisor: Tensor, factor: Tensor, out: Tensor) -> None:
-    rows, columns = logits.shape
+def scaled_exp(logits: Tensor, columns: int, log_divisor: Tensor, factor: Tensor, out: Tensor) -> None:
+    rows, all_columns = logits.shape
     if rows:
-        block = _block(columns)
-        scaled_exp_kernel[(rows, triton.cdiv(columns, block["BLOCK"]))](
-            logits, log_divisor, factor, out, logits.stride(0), out.stride(0), columns, **block
+        block = _block(all_columns)
+        scaled_exp_kernel[(rows, triton.cdiv(all_columns, block["BLOCK"]))](
+            logits, log_divisor, factor, out, logits.stride(0), out.stride(0), all_columns, columns, **block
         )
 
 
