@@ -125,21 +125,6 @@ def test_rows_of_several_blocks(cut_rows):
 
 
 @runs_kernels
-@pytest.mark.parametrize(
-    ("widths", "starts", "lengths", "spread"),
-    [(2, 2, [7, 1, 6], 10.0), (2, 4, [8], 1.0), (4, 2, [9, 3], 1.0), (4, 4, [13], 10.0)],
-    ids=str,
-)
-def test_bands_of_widths(widths, starts, lengths, spread, cut_rows, monkeypatch):
-    """Several widths at a time, which only large grammars get otherwise."""
-    from flash_inside import triton_chart
-
-    cut_rows(16, 16)
-    monkeypatch.setattr(triton_chart, "bands_of", lambda n, layout: triton_chart.Bands(widths, starts, 16, 1))
-    compare(18, 7, lengths, spread=spread)
-
-
-@runs_kernels
 @pytest.mark.parametrize("spread", [1.0, 10.0])
 def test_bf16_chart(spread, cut_rows, monkeypatch):
     """A chart in bf16, which a grammar as small as this one does not get otherwise. The interpreter cuts bits off where

@@ -16,7 +16,6 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_inside import triton_band_kernels as band_kernels
 from flash_inside import triton_gradient_kernels as gradient_kernels
 from flash_inside import triton_kernels as kernels
 from flash_inside.packing import Layout
@@ -82,26 +81,6 @@ def split_sum_blocks(n: int) -> Blocks:
 def outside_blocks(n: int) -> Blocks:
     columns = max(16, min(1024, triton.next_power_of_2(n)))
     return Blocks(columns, max(1, min(8, 1024 // columns)), 4 if columns > 128 else 2)
-
-
-class Bands(NamedTuple):
-    """How widths are taken together (triton_band_kernels.py): a program holds starts x widths spans."""
-
-    widths: int
-    starts: int
-    columns: int
-    warps: int
-
-
-USE_BANDS = False  # right in every test, but not timed on a GPU yet: the figures of kernels/README.md are without
-LARGEST_TABLE = 1 << 24  # coefficients of splits: rows x longest sentence
-
-
-def bands_of(n: int, layout: Layout) -> Bands | None:
-    """None: width by width. Small grammars are launch-bound, and short sentences have few splits to share."""
-    if not USE_BANDS or n <= 1024 or layout.longest < 12 or layout.rows * layout.longest > LARGEST_TABLE:
-        return None
-    return Bands(4, 4, 128, 1)
 
 
 def row_block(columns: int) -> int:
@@ -212,9 +191,7 @@ class Chart:
     d_beta: Tensor  # [rows below the longest width - words, N] storage type
     scale: Tensor  # [rows] fp64: t
     row_largest: Tensor  # [rows] fp32: what beta~ was divided by
-    unscaled: Tensor  # fp32: a width's or band's rows before the division [spans, N], later of derivatives [rows, 2, N]
-    partial_scale: Tensor  # [spans of a band] fp64
-    coefficients: Tensor  # [rows, longest] fp32, with bands
+    unscaled: Tensor  # [spans of two words, N] fp32: a width's rows before the division
     block_largest: Tensor  # [spans of two words, blocks] fp32
     largest: Tensor  # [rows below the longest width, blocks] fp32: largest |D|
     largest_of_width: Tensor  # [widths, B] fp32
@@ -225,11 +202,6 @@ class Chart:
         below_longest = int(layout.offset[longest])
         two_words = int(layout.offset[3] - layout.offset[2]) if longest > 1 else 0
         split_blocks, single = split_sum_blocks(n).count(n), torch.float32
-        bands = bands_of(n, layout)
-        unscaled, band_rows, table = (two_words * n if split_blocks > 1 else 0), 0, 0
-        if bands is not None:
-            band_rows = int(layout.offset[min(bands.widths, longest) + 1])  # the first has most
-            unscaled, table = max(unscaled, band_rows * 2 * n), rows
         return cls(
             leaves=allocate((words, p), storage),
             beta=allocate((rows - words, n), storage),
@@ -243,9 +215,7 @@ class Chart:
             d_beta=allocate((max(below_longest - words, 0), n), storage),
             scale=allocate((rows,), torch.float64),
             row_largest=allocate((rows,), single),
-            unscaled=allocate((unscaled,), single),
-            partial_scale=allocate((band_rows,), torch.float64),
-            coefficients=allocate((table, longest), single),
+            unscaled=allocate((two_words if split_blocks > 1 else 0, n), single),
             block_largest=allocate((two_words, split_blocks), single),
             largest=allocate((below_longest, outside_blocks(n).count(n)), single),
             largest_of_width=allocate((longest, sentences), single),
@@ -269,32 +239,22 @@ class Chart:
         if longest > 1:
             weights.to_children(self.leaves, self.children[:words], slice(n, None))
         blocks = split_sum_blocks(n)
-        count, bands = blocks.count(n), bands_of(n, layout)
+        count = blocks.count(n)
         constants = {"BLOCK": blocks.columns, "SPLITS": blocks.splits, "SCALES": 64, "ONE_BLOCK": count == 1}
-        whole = Launcher(kernels.split_sum_kernel, blocks.warps, **constants, PARTIAL=False)
-        rest = Launcher(kernels.split_sum_kernel, blocks.warps, **constants, PARTIAL=True)
+        split_sum = Launcher(kernels.split_sum_kernel, blocks.warps, **constants)
         normalise = Launcher(kernels.normalise_kernel, 4, BLOCK=1024, BLOCKS=triton.next_power_of_2(count))
         for width in range(2, longest + 1):
             here = layout.span_rows(width)
-            split_sum, band_row, splits, low, jump = whole, here.start, width - 1, width - 1, 0
-            if bands is not None and width > bands.widths:
-                first_width = width - (width - 1) % bands.widths
-                if width == first_width:
-                    self._sum_band(width, bands, n, layout, tables)
-                # Left parts of 1..low words have a right part in the band, those of first_width words on are in it.
-                low = width - first_width
-                split_sum, splits, jump = rest, 2 * low, first_width - 1 - low
-                band_row = layout.span_rows(first_width).start
             split_sum(
                 (count, longest - width + 1, layout.alive[width]),
                 self.children, self.scale, self.beta, self.unscaled, self.block_largest, self.row_largest,
-                self.partial_scale, *tables.position, width, words, band_row, splits, low, jump, n,
+                *tables.position, width, words, n,
             )  # fmt: skip
             if count > 1:
                 normalise(
                     (here.stop - here.start, triton.cdiv(n, 1024), 1),
-                    self.unscaled, self.block_largest, self.beta, self.scale, self.row_largest, here.start, band_row,
-                    words, n, count,
+                    self.unscaled, self.block_largest, self.beta, self.scale, self.row_largest, here.start, words, n,
+                    count,
                 )  # fmt: skip
             if width < longest:
                 weights.to_children(self.beta_rows(here, words), self.children[here], slice(0, n))
@@ -303,49 +263,17 @@ class Chart:
             ONE_WORD=root.shape[0] > n, BLOCK=row_block(n),
         )  # fmt: skip
 
-    def _sum_band(self, first_width: int, bands: Bands, n: int, layout: Layout, tables: Tables) -> None:
-        """The splits of the spans of a band into two parts that are narrower than it."""
-        starts, alive = layout.longest - first_width + 1, layout.alive[first_width]
-        band_kernels.band_coefficient_kernel[(starts, alive, bands.widths)](
-            self.scale, self.partial_scale, self.coefficients, *tables.position, first_width, layout.longest, SCALES=64
-        )
-        band_kernels.band_sum_kernel[(triton.cdiv(n, bands.columns), triton.cdiv(starts, bands.starts), alive)](
-            self.children, self.coefficients, self.unscaled, tables.offset, tables.prefix, tables.capacity, first_width,
-            layout.longest, n, BLOCK=bands.columns, STARTS=bands.starts, WIDTHS=bands.widths, num_warps=bands.warps,
-        )  # fmt: skip
-
     def _outside(self, weights: Weights, root: Tensor, layout: Layout, tables: Tables) -> None:
         """Derivatives for an incoming gradient of 1 a sentence, from the widest spans down."""
         n, words, longest = weights.n, layout.words, layout.longest
-        blocks, bands = outside_blocks(n), bands_of(n, layout)
-        constants = {"BLOCK": blocks.columns, "SPLITS": blocks.splits}
-        whole = Launcher(kernels.outside_kernel, blocks.warps, **constants, PARTIAL=False)
-        rest = Launcher(kernels.outside_kernel, blocks.warps, **constants, PARTIAL=True)
-        if bands is not None:
-            band_kernels.flow_table_kernel[(longest, len(layout.lengths), longest)](
-                self.scale, self.coefficients, *tables.position, longest, SCALES=64
-            )
+        blocks = outside_blocks(n)
+        outside = Launcher(kernels.outside_kernel, blocks.warps, BLOCK=blocks.columns, SPLITS=blocks.splits)
         for width in range(longest - 1, 0, -1):
             here = layout.span_rows(width)
-            outside, band_row, nearest = whole, here.start, longest
-            last_width = -(-width // bands.widths) * bands.widths if bands is not None else longest
-            if bands is not None and last_width < longest - 1:  # else there are hardly any parents beyond the band
-                first_width = last_width - bands.widths + 1
-                band_row = layout.span_rows(first_width).start
-                if width == last_width:
-                    tiles = triton.cdiv(longest - first_width + 1, bands.starts)
-                    band_kernels.band_outside_kernel[
-                        (triton.cdiv(n, bands.columns), tiles, layout.alive[first_width])
-                    ](
-                        self.children, self.d_beta, self.coefficients, self.unscaled, *tables.position, last_width,
-                        words, longest, n, BLOCK=bands.columns, STARTS=bands.starts, WIDTHS=bands.widths,
-                        num_warps=bands.warps,
-                    )  # fmt: skip
-                outside, nearest = rest, last_width - width
             outside(
                 (blocks.count(n), longest - width + 1, layout.alive[width]),
                 self.children, self.d_beta, self.d_children, self.scale, self.largest, root, self.top_sum,
-                self.unscaled, *tables.position, width, words, band_row, nearest, n,
+                *tables.position, width, words, n,
             )  # fmt: skip
             if width > 1:
                 target = self.d_beta[here.start - words : here.stop - words]

@@ -70,63 +70,56 @@ def leaf_kernel(emissions, word_of_leaf, leaves, scale, p, BLOCK: tl.constexpr):
         )
 
 
-@triton.jit(do_not_specialize=["width", "words", "band_row", "splits", "low", "jump"])
+@triton.jit(do_not_specialize=["width", "words"])
 def split_sum_kernel(
     children,  # [rows, 2, N] eta | zeta of all narrower widths
     scale,  # [rows] fp64: t, read for narrower rows, written here
     beta,  # [rows - words, N] storage type; written here if one program holds the row
-    unscaled,  # [spans of the band, N] fp32, else
+    unscaled,  # [spans of the width, N] fp32, else
     block_largest,  # [spans of the width, blocks] fp32, else
     row_largest,  # [rows] fp32: the divisor of the row
-    partial_scale,  # [spans of the band] fp64: log scale of what is in `unscaled` already, if PARTIAL
     offset,
     prefix,
     capacity,
     lengths,
     width,
     words,  # leaf rows
-    band_row,  # first row of the band of widths (of this width, where there are no bands)
-    splits,  # how many: with left parts of 1..low words, and of jump + low + 1 words on
-    low,
-    jump,
     n,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,  # splits at a time
     SCALES: tl.constexpr,  # scales at a time
     ONE_BLOCK: tl.constexpr,  # a program holds the whole row, so it can divide by the maximum at once
-    PARTIAL: tl.constexpr,  # the other splits are in `unscaled` already (triton_band_kernels.py)
 ):
     """beta~ of every span of a width. Grid: (blocks of N, first words, sentences alive)."""
     block, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if i + width > tl.load(capacity + b):
         return
     prefix_b = tl.load(prefix + b)
+    first_row = tl.load(offset + width)
     row = row_of(offset, prefix_b, b, width, i)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     in_row = columns < n
+    splits = width - 1
     if i + width > tl.load(lengths + b):
         splits = 0  # no such span: the row is zero
 
     # The largest split scale comes first, so that nothing overflows and no sum has to be rescaled.
     running = tl.full([SCALES], float("-inf"), tl.float64)
     for done in range(0, splits, SCALES):
-        number = done + tl.arange(0, SCALES)
-        real = number < splits
-        left_width = tl.where(real, 1 + number + tl.where(number < low, 0, jump), 1)
+        left_width = 1 + done + tl.arange(0, SCALES)
+        real = left_width <= splits
+        left_width = tl.where(real, left_width, 1)
         left_scale = tl.load(scale + row_of(offset, prefix_b, b, left_width, i))
         right_scale = tl.load(scale + row_of(offset, prefix_b, b, width - left_width, i + left_width))
         running = tl.maximum(running, tl.where(real, left_scale + right_scale, float("-inf")))
     log_scale = tl.max(running, 0)
-    if PARTIAL:
-        before = tl.load(partial_scale + row - band_row)
-        log_scale = tl.maximum(log_scale, before)
     log_scale = tl.where(log_scale == float("-inf"), 0.0, log_scale)
 
     total = tl.zeros([SPLITS, BLOCK], tl.float32)
     for done in range(0, splits, SPLITS):
-        number = done + tl.arange(0, SPLITS)
-        real = number < splits
-        left_width = tl.where(real, 1 + number + tl.where(number < low, 0, jump), 1)
+        left_width = 1 + done + tl.arange(0, SPLITS)
+        real = left_width <= splits
+        left_width = tl.where(real, left_width, 1)
         left = row_of(offset, prefix_b, b, left_width, i)
         right = row_of(offset, prefix_b, b, width - left_width, i + left_width)
         coefficient = tl.exp((tl.load(scale + left) + tl.load(scale + right) - log_scale).to(tl.float32))
@@ -136,9 +129,6 @@ def split_sum_kernel(
         zeta = tl.load(children + right[:, None] * (2 * n) + n + columns[None, :], mask=wanted, other=0.0)
         total += coefficient[:, None] * eta.to(tl.float32) * zeta.to(tl.float32)
     values = tl.sum(total, 0)  # [BLOCK]
-    if PARTIAL:
-        others = tl.load(unscaled + (row - band_row) * n + columns, mask=in_row, other=0.0)
-        values += others * tl.exp((before - log_scale).to(tl.float32))
     log_scale -= LOG_HEADROOM
 
     largest = tl.max(tl.where(in_row, nan_to_inf(values), 0.0), 0)
@@ -148,14 +138,14 @@ def split_sum_kernel(
         tl.store(row_largest + row, divisor)
         tl.store(scale + row, tl.where(largest > 0, log_scale + tl.log(divisor.to(tl.float64)), float("-inf")))
     else:
-        span = row - tl.load(offset + width)
-        tl.store(unscaled + (row - band_row) * n + columns, values, mask=in_row)
+        span = row - first_row
+        tl.store(unscaled + span * n + columns, values, mask=in_row)
         tl.store(block_largest + span * tl.num_programs(0) + block, largest)
         if block == 0:
             tl.store(scale + row, log_scale)
 
 
-@triton.jit(do_not_specialize=["first_row", "band_row", "words", "blocks"])
+@triton.jit(do_not_specialize=["first_row", "words", "blocks"])
 def normalise_kernel(
     unscaled,
     block_largest,
@@ -163,7 +153,6 @@ def normalise_kernel(
     scale,
     row_largest,
     first_row,
-    band_row,
     words,
     n,
     blocks,
@@ -181,7 +170,7 @@ def normalise_kernel(
     divisor = tl.where(largest > 0, largest / LARGEST_ENTRY, 1.0)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     in_row = columns < n
-    values = tl.load(unscaled + (row - band_row) * n + columns, mask=in_row, other=0.0)
+    values = tl.load(unscaled + span * n + columns, mask=in_row, other=0.0)
     tl.store(beta + (row - words) * n + columns, (values / divisor).to(beta.dtype.element_ty), mask=in_row)
     if block == 0:
         log_scale = tl.load(scale + row)
@@ -224,7 +213,7 @@ def flow(scale, t_here, parent, sibling):
     return tl.where(t_parent == float("-inf"), 0.0, coefficient)
 
 
-@triton.jit(do_not_specialize=["width", "words", "band_row", "nearest"])
+@triton.jit(do_not_specialize=["width", "words"])
 def outside_kernel(
     children,  # [rows, 2, N]
     d_beta,  # [rows - words, N] of all wider widths; not read for whole sentences
@@ -233,19 +222,15 @@ def outside_kernel(
     largest,  # [rows, blocks] fp32: the largest |D| of this block
     root,
     top_sum,  # [sentences]
-    partial,  # [rows of the band, 2, N] fp32: from the other parents, if PARTIAL
     offset,
     prefix,
     capacity,
     lengths,
     width,
     words,
-    band_row,  # first row of the band of widths
-    nearest,  # parents on either side that are gathered here: those of up to `nearest` words more
     n,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
-    PARTIAL: tl.constexpr,  # triton_band_kernels.py
 ):
     """Derivatives of log Z by eta and zeta of every span of a width. Grid: (blocks of N, first words, sentences).
 
@@ -265,7 +250,7 @@ def outside_kernel(
     steps = tl.arange(0, SPLITS)
     d_eta = tl.zeros([SPLITS, BLOCK], tl.float32)
     d_zeta = tl.zeros([SPLITS, BLOCK], tl.float32)
-    no_parent_beyond = tl.minimum(tl.where(i == 0, length - 1, length), k + nearest)  # (0, length) is met below
+    no_parent_beyond = tl.where(i == 0, length - 1, length)  # (0, length) is met below
     for first in range(k + 1, no_parent_beyond + 1, SPLITS):
         j = first + steps
         real = j <= no_parent_beyond
@@ -278,7 +263,7 @@ def outside_kernel(
         zeta = tl.load(children + sibling[:, None] * (2 * n) + n + columns[None, :], mask=wanted, other=0.0)
         d_eta += coefficient[:, None] * zeta.to(tl.float32) * d.to(tl.float32)
     parents_before = tl.where(k <= length, i, 0)  # none for a row beyond the words
-    first_parent = tl.maximum(tl.where(k == length, 1, 0), i - nearest)
+    first_parent = tl.where(k == length, 1, 0)
     for first in range(first_parent, parents_before, SPLITS):
         s = first + steps
         real = s < parents_before
@@ -291,10 +276,6 @@ def outside_kernel(
         eta = tl.load(children + sibling[:, None] * (2 * n) + columns[None, :], mask=wanted, other=0.0)
         d_zeta += coefficient[:, None] * eta.to(tl.float32) * d.to(tl.float32)
     eta_total, zeta_total = tl.sum(d_eta, 0), tl.sum(d_zeta, 0)
-    if PARTIAL:
-        others = partial + (row - band_row) * (2 * n) + columns
-        eta_total += tl.load(others, mask=in_row, other=0.0)
-        zeta_total += tl.load(others + n, mask=in_row, other=0.0)
 
     prefix_of_sentence = (i == 0) & (k < length)
     suffix_of_sentence = (k == length) & (i > 0)
