@@ -176,7 +176,9 @@ class ModelSection(Section):
     init: InitField = setting(Init(), "xavier_normal, xavier_uniform, or normal(symbols, words): standard deviations")
     root: Literal["all", "nonterminals"] = setting("all", "start symbol -> any symbol, or nonterminals as in the paper")
     eos: Literal["implicit", "explicit"] = setting("implicit", "explicit: every line ends in an <eos> terminal")
-    state_dropout: Fraction = setting(0.0, "fraction of the symbols left out at each step")
+    state_dropout: Fraction = setting(
+        0.0, "fraction of the symbols left out at each step (of 256 and more, such that a multiple of 16 is left)"
+    )
     state_dropout_until: float | None = setting(
         None, "fraction of the steps over which state dropout falls linearly to 0; null: it stays", gt=0, le=1
     )
@@ -212,7 +214,9 @@ class NetworksSection(Section):
     precision: Literal["fp32", "tf32", "bf16"] = setting(
         "fp32", "precision of the networks' products in training; evaluation is always in fp32"
     )
-    cuda_graphs: bool = setting(True, "replay the networks' launches instead of repeating them (one process on a GPU)")
+    cuda_graphs: Switch = setting(
+        True, "replay the networks' launches instead of repeating them (one process on a GPU)"
+    )
 
 
 class EmissionSection(Section):

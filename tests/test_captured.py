@@ -1,69 +1,196 @@
-"""The networks as CUDA graphs against the same launches one by one."""
+"""The networks as CUDA graphs against the same launches one by one: emulated on the CPU, and on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from graph_emulation import capturing
 from lm_pcfg.settings_file import load_settings
+from lm_pcfg.training import captured
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.loop import Trainer
-from texts import write_config
+from lm_pcfg.training.micro_batches import accumulate_gradients
+from texts import merged, write_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
 DROPOUT = {"state_dropout": 0.2, "embedding_dropout": 0.1, "feature_dropout": 0.2}
+CASES = {
+    "plain": {},
+    "dropout": {"model": DROPOUT},
+    "scheduled": {"model": {"state_dropout": 0.5, "state_dropout_until": 0.3}},
+    "bias": {"model": {"word_bias": "zipf"}},
+    "bias-accumulate": {"model": {"word_bias": "zipf"}, "batch": {"sentences": 3, "accumulate": 2}},
+    "adamw": {"optimizer": {"name": "adamw", "weight_decay": 0.1, "clip": None}},
+    "released": {"model": {"parameterization": "released", "word_dimension": 4, "emission_temperature": 0.7}},
+    "tables": {"model": {"parameterization": "tables", "state_dropout": 0.2}},
+    "nonterminal-root": {"model": {"root": "nonterminals"}},
+    "bf16": {"networks": {"precision": "bf16"}},
+}
+BASE = {
+    "model": {"init": "normal(0.15, 0.1)"}, "ema": {"decay": 0.9},
+    "optimizer": {"schedule": {"kind": "linear", "warmup_steps": 4}},
+}  # fmt: skip
 
 
-def trained(config, *overrides: str) -> tuple[Trainer, list[float]]:
-    settings = load_settings(config, list(overrides))
-    trainer = Trainer(settings, Engine(settings), None)
+def losses_of(trainer: Trainer, steps: int) -> list[float]:
     losses = []
-    for _ in range(12):
+    for _ in range(steps):
         before = trainer.position.window.nll
         trainer.step(trainer.stream.next_step())
         trainer.settle()
         losses.append(trainer.position.window.nll - before)
-    return trainer, losses
+    return losses
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-@pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["whole", "dropout"])
-def test_graphs_train_as_launches_do(tmp_path, precision, dropout):
-    model = {"nonterminals": 300, "preterminals": 600, "dimension": 64, "init": "normal(0.15, 0.1)"} | dropout
-    config = write_config(
-        tmp_path, device="cuda", model=model, inside={"precision": "bf16"}, networks={"precision": precision},
-        optimizer={"schedule": {"kind": "linear", "warmup_steps": 4}}, ema={"decay": 0.9},
-    )  # fmt: skip
-    (one, losses), (other, launched) = (trained(config, f"networks.cuda_graphs={yes}") for yes in ("true", "false"))
+def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Everything that training changes."""
+    optimizer = trainer.learner.optimizer_tensors()
+    average = {f"ema.{name}": tensor for name, tensor in trainer.average.weights.items()}
+    return dict(trainer.learner.parameters) | optimizer | average
+
+
+# ---- emulated -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """A trainer on the CPU that thinks it has a GPU to itself: fused Adam, results read late, and graphs."""
+    for name in ("Adam", "AdamW"):
+        plain = getattr(torch.optim, name)
+        monkeypatch.setattr(
+            torch.optim, name, lambda *a, plain=plain, **options: plain(*a, **options | {"fused": True})
+        )
+    monkeypatch.setattr(captured, "_send", lambda values, to: [t.copy_(v) for v, t in zip(values, to, strict=True)])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def make(config, *, captures: bool) -> Trainer:
+        settings = load_settings(config, [])
+        trainer = Trainer(settings, Engine(settings), None)
+        trainer.learner.reads_late, trainer.captures = True, captures
+        for group in trainer.learner.optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+        optimizer = trainer.learner._torch_optimizer()
+
+        def state() -> list[torch.Tensor]:
+            moments = [tensor for values in optimizer.state.values() for tensor in values.values()]
+            return [*trainer.learner.parameters.values(), *moments]
+
+        monkeypatch.setattr(captured, "capture", capturing(state))
+        return trainer
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replayed_steps_are_the_launched_ones(tmp_path, emulated, case):
+    config = write_config(tmp_path, **merged(BASE, CASES[case]))
+    launched = emulated(config, captures=False)
+    wanted = losses_of(launched, 14)
+    replayed = emulated(config, captures=True)
+    assert losses_of(replayed, 14) == wanted
+    assert replayed._captured is not None
+    ours, theirs = tensors_of(replayed), tensors_of(launched)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+def test_sizes_that_change_are_not_captured(tmp_path, emulated):
+    model = {"nonterminals": 300, "preterminals": 600, "state_dropout": 0.5, "state_dropout_until": 1.0}
+    trainer = emulated(write_config(tmp_path, **merged(BASE, {"model": model})), captures=True)
+    losses_of(trainer, 6)
+    assert trainer._captured is None
+
+
+def test_a_capture_that_fails_leaves_no_trace(tmp_path, emulated, monkeypatch, capsys):
+    config = write_config(tmp_path, **BASE)
+    launched = emulated(config, captures=False)
+    wanted = losses_of(launched, 8)
+    trainer = emulated(config, captures=True)
+    apply, calls = trainer.learner.apply_on_device, []
+
+    def fail_in_the_capture(nll):
+        calls.append(None)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return apply(nll)
+
+    monkeypatch.setattr(trainer.learner, "apply_on_device", fail_in_the_capture)
+    assert losses_of(trainer, 8) == wanted
+    assert not trainer.captures
+    assert "no memory for CUDA graphs" in capsys.readouterr().err
+
+
+def test_a_restored_run_captures_anew(tmp_path, emulated):
+    config = write_config(tmp_path, **BASE)
+    trainer = emulated(config, captures=True)
+    losses_of(trainer, 5)
+    assert trainer._captured is not None
+    trainer.forget_captured()
+    losses_of(trainer, 3)
+    assert trainer._captured is None
+    losses_of(trainer, 1)
+    assert trainer._captured is not None
+
+
+def test_rule_gradients_may_lie_where_the_caller_wants(tmp_path, emulated):
+    """The torch backend makes its own; both ways the leaves have them, and a second batch adds to the first."""
+    trainer = emulated(write_config(tmp_path, **BASE), captures=False)
+    batches, inside = trainer.stream.next_step() + trainer.stream.next_step(), trainer.settings.inside
+    gradients = []
+    for given in (False, True):
+        leaves = trainer._grammar(*trainer._draw()).detached()
+        memory = (torch.zeros_like(leaves.left), torch.zeros_like(leaves.right)) if given else None
+        accumulate_gradients(leaves, batches, 1.0, inside, memory)
+        gradients.append([leaf.grad for leaf in leaves.tensors])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(config, *overrides: str) -> tuple[Trainer, list[float]]:
+    settings = load_settings(config, list(overrides))
+    trainer = Trainer(settings, Engine(settings), None)
+    return trainer, losses_of(trainer, 12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("nonterminals", [64, 300, 1040, 2064])  # with fp32 rules; copied; in place; gradients eager
+@pytest.mark.parametrize("case", ["plain", "dropout", "bias-accumulate", "bf16", "tables"])
+def test_graphs_train_as_launches_do(tmp_path, case, nonterminals):
+    if case == "tables" and nonterminals > 300:
+        pytest.skip("tables are for small grammars")
+    model = {"nonterminals": nonterminals, "preterminals": 2 * nonterminals, "dimension": 64}
+    changes = merged(BASE, {"model": model, "inside": {"precision": "bf16"}, "networks": {"precision": "tf32"}})
+    config = write_config(tmp_path, device="cuda", **merged(changes, CASES[case]))
+    (one, losses), (other, launched) = (on_gpu(config, f"networks.cuda_graphs={yes}") for yes in ("true", "false"))
     assert one._captured is not None
     assert other._captured is None
     assert losses == pytest.approx(launched, rel=1e-5)
-    for name, parameter in one.learner.parameters.items():
-        torch.testing.assert_close(parameter, other.learner.parameters[name], rtol=1e-3, atol=1e-4)
-    for name, average in one.average.weights.items():
-        torch.testing.assert_close(average, other.average.weights[name], rtol=1e-3, atol=1e-4)
+    theirs = tensors_of(other)
+    for name, tensor in tensors_of(one).items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_graph_leaves_out_an_update_that_is_not_finite(tmp_path, monkeypatch):
     config = write_config(tmp_path, device="cuda", model={"nonterminals": 64, "preterminals": 128})
     settings = load_settings(config, [])
     trainer = Trainer(settings, Engine(settings), None)
-    for _ in range(5):
-        trainer.step(trainer.stream.next_step())
-    captured = trainer._captured
-    assert captured is not None
+    losses_of(trainer, 5)
+    graphs = trainer._captured
+    assert graphs is not None
     before = {name: parameter.clone() for name, parameter in trainer.learner.parameters.items()}
-    update = captured.update
-    monkeypatch.setattr(captured, "update", lambda nll, *others: update(nll * float("nan"), *others))
-    trainer.step(trainer.stream.next_step())
-    trainer.settle()
+    update = graphs.update
+    monkeypatch.setattr(graphs, "update", lambda nll, *others: update(nll * float("nan"), *others))
+    losses_of(trainer, 1)
     assert trainer.position.skipped == 1
     assert all(torch.equal(before[name], parameter) for name, parameter in trainer.learner.parameters.items())
     monkeypatch.undo()
-    trainer.step(trainer.stream.next_step())
-    trainer.settle()
+    losses_of(trainer, 1)
     assert trainer.position.skipped == 1
     assert not torch.equal(before["symbols"], trainer.learner.parameters["symbols"])

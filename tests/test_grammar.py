@@ -163,6 +163,18 @@ def test_the_kept_symbols_depend_on_seed_and_step_alone():
     assert draw_kept(100, 200, 0.0, seed=0, step=0) is None
 
 
+@pytest.mark.parametrize(
+    ("symbols", "rate", "left"),
+    [(255, 0.1, 230), (256, 0.1, 224), (4096, 0.1, 3680), (256, 0.99, 16), (271, 0.01, 256), (1000, 1e-6, 1000),
+     (1024, 1e-3, 1008)],
+)  # fmt: skip
+def test_many_symbols_are_kept_in_multiples_of_16(symbols, rate, left):
+    kept = draw_kept(symbols, 2, rate, seed=0, step=0)
+    assert len(kept.nonterminals) == len(set(kept.nonterminals.tolist())) == left
+    assert kept.nonterminals.max() < symbols
+    assert torch.equal(kept.nonterminals, kept.nonterminals.sort().values)
+
+
 @pytest.mark.parametrize("kept", [None, Kept(torch.tensor([0, 3]), torch.tensor([1, 2, 6]))], ids=["all", "dropout"])
 def test_gradients_gathered_on_the_grammar_equal_plain_autograd(kept):
     """Three micro-batches, one backward pass of the networks."""

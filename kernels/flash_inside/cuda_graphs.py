@@ -21,9 +21,9 @@ def capture(launch: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGrap
     """
     graph = torch.cuda.CUDAGraph()
     device = torch.cuda.current_device()
+    torch.cuda.synchronize(device)
     collecting = gc.isenabled()
     gc.disable()
-    torch.cuda.synchronize(device)
     try:
         with torch.cuda.stream(_stream(device)):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")

@@ -75,20 +75,22 @@ def inside_unchecked(
     precision: str = "fp32",
     backend: str = "auto",
     of_rules: tuple[Tensor, Tensor] | None = None,
+    rules_stay: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`inside` before it asks which sentences have to be recomputed, so that no host has to wait: log Z, trusted [B].
 
     A sentence that is not trusted left the range of the number format: its log Z means nothing and it has no gradient.
     Give those to `inside`.
 
-    of_rules: memory into which the backward may write the gradients of left and right, instead of new memory
+    of_rules    memory into which the backward may write the gradients of left and right, instead of new memory
+    rules_stay  the rules of later calls will lie in the same memory: CUDA graphs may read them there
     """
     lengths = _check(rules, emissions, lengths, precision, backend)
     backend = _choose(backend, emissions, precision)
     if not lengths or rules.per_sentence or backend == "reference":
         log_z = inside(rules, emissions, lengths, precision, backend)
         return log_z, torch.ones_like(log_z, dtype=torch.bool)
-    return _first_pass(rules, emissions, lengths, precision, backend, of_rules)
+    return _first_pass(rules, emissions, lengths, precision, backend, of_rules, rules_stay)
 
 
 def span_marginals(
@@ -176,11 +178,12 @@ def _first_pass(
     precision: str,
     backend: str,
     of_rules: tuple[Tensor, Tensor] | None = None,
+    rules_stay: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if backend == "triton":
         from flash_inside import triton_backend  # imported where it is used: needs triton
 
-        log_z, trusted, _ = triton_backend.inside(rules, emissions, lengths, precision, of_rules=of_rules)
+        log_z, trusted, _ = triton_backend.inside(rules, emissions, lengths, precision, None, of_rules, rules_stay)
     else:
         log_z, trusted, _ = scaled.inside(rules, emissions, Layout(lengths), precision)
     return log_z, trusted

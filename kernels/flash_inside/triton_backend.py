@@ -33,13 +33,15 @@ def inside(
     precision: str,
     layout: Layout | None = None,
     of_rules: RuleMemory | None = None,
+    rules_stay: bool = False,
 ) -> Result:
     """Log marginals in the caller's order. The gradient of a sentence that is not trusted is zero.
 
     Give a layout to get the posterior of its rows. Without one a CUDA graph may be used, and the posterior is empty.
     of_rules: memory for the gradients of left and right, if it is of their types.
+    rules_stay: later calls will have rules in the same memory.
     """
-    return Result(*_TritonInside.apply(*rules, emissions, lengths, precision, layout, of_rules))
+    return Result(*_TritonInside.apply(*rules, emissions, lengths, precision, layout, of_rules, rules_stay))
 
 
 def storage_type(precision: str, n: int) -> torch.dtype:
@@ -60,6 +62,7 @@ class _TritonInside(torch.autograd.Function):
         precision: str,
         layout: Layout | None,
         of_rules: RuleMemory | None,
+        rules_stay: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         n, p = left.shape[0], emissions.shape[1]
         storage, device = storage_type(precision, n), emissions.device
@@ -75,7 +78,8 @@ class _TritonInside(torch.autograd.Function):
         with product_precision(precision):
             graph = None
             if layout is None:
-                graph = triton_graphs.find(Rules(root, left, right), emissions, lengths, precision, storage)
+                rules = Rules(root, left, right)
+                graph = triton_graphs.find(rules, emissions, lengths, precision, storage, rules_stay)
             if graph is not None:
                 held = graph.run(root, left, right, emissions, lengths)
                 results = held.results(len(lengths))
@@ -123,7 +127,7 @@ class _TritonInside(torch.autograd.Function):
         if ctx.of_rules is not None and found.left is not None and found.right is not None:
             # Another tensor over the same memory: one that is held elsewhere autograd would copy.
             found = found._replace(left=found.left.detach(), right=found.right.detach())
-        return (*found, None, None, None, None)
+        return (*found, None, None, None, None, None)
 
 
 def _allocator(device: torch.device) -> Any:

@@ -31,12 +31,12 @@ LARGEST_LAUNCH_BOUND_N = 1024
 MOST_PADDING = {True: 4.0, False: 1.15}
 #: Up to here the gradients are in the graph too, and copied out.
 LARGEST_N_OF_GRADIENT_GRAPH = 2048
-#: Up to here a graph has its own copy of the rules, and serves any; beyond, it is tied to the memory they lie in.
-LARGEST_N_OF_COPIED_RULES = 1024
-#: Beyond this many nonterminals, no graph for a chart of more rows than so many: the products hide the launches, and an
+#: Up to here a graph has its own copy of the rules, and serves any; beyond, it is tied to the memory they lie in (and
+#: from LARGEST_LAUNCH_BOUND_N on where the caller says that they stay there).
+LARGEST_N_OF_COPIED_RULES = 4096
+#: Beyond this many nonterminals, no graph for a chart of more rows than that: the products hide the launches, and an
 #: arena would cost memory while the gradients are computed.
-LARGEST_N_OF_LARGE_CHARTS = 4096
-MOST_ROWS_BEYOND = 4096
+LARGEST_N_OF_LARGE_CHARTS, MOST_ROWS_BEYOND = 4096, 4096
 MOST_GRAPHS = 64
 GROWTH = 1 << 28  # bytes of arena: larger and larger batches make it grow, not each of them
 MOST_TABLES = 64  # of a graph: batches of one length come again and again
@@ -61,7 +61,12 @@ def _round_up(value: int, step: int) -> int:
 
 
 def bucket_of(
-    rules: Rules, emissions: Tensor, lengths: Sequence[int], precision: str, storage: torch.dtype
+    rules: Rules,
+    emissions: Tensor,
+    lengths: Sequence[int],
+    precision: str,
+    storage: torch.dtype,
+    rules_stay: bool = False,
 ) -> Bucket | None:
     """None: no graph for such a batch."""
     n, sentences, longest = rules.nonterminals, len(lengths), max(lengths)
@@ -72,7 +77,7 @@ def bucket_of(
     if longest < 2 or room > MOST_PADDING[launch_bound] * sum(length * (length + 1) // 2 for length in lengths):
         return None
     rules_at = None
-    if n > LARGEST_N_OF_COPIED_RULES:
+    if n > (LARGEST_LAUNCH_BOUND_N if rules_stay else LARGEST_N_OF_COPIED_RULES):
         if n > LARGEST_N_OF_LARGE_CHARTS and room > MOST_ROWS_BEYOND:
             return None
         if not (rules.left.dtype == rules.right.dtype == storage):
@@ -339,11 +344,18 @@ def clear() -> None:
     _arenas.clear()
 
 
-def find(rules: Rules, emissions: Tensor, lengths: Sequence[int], precision: str, storage: torch.dtype) -> Graph | None:
+def find(
+    rules: Rules,
+    emissions: Tensor,
+    lengths: Sequence[int],
+    precision: str,
+    storage: torch.dtype,
+    rules_stay: bool = False,
+) -> Graph | None:
     """The graph for this batch, or None if it should be computed without one."""
     if not _allowed or not emissions.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
-    bucket = bucket_of(rules, emissions, lengths, precision, storage)
+    bucket = bucket_of(rules, emissions, lengths, precision, storage, rules_stay)
     if bucket is None:
         return None
     if bucket in _graphs:

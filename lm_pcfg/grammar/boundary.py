@@ -117,11 +117,12 @@ class Grammar(NamedTuple):
         precision: str = "fp32",
         backend: str = "auto",
         of_rules: tuple[Tensor, Tensor] | None = None,
+        rules_stay: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The same before it is known which sentences have to be recomputed; see `flash_inside.inside_unchecked`."""
         self._check_differentiable()
         emissions = self.emission.log_probabilities(words)
-        return flash_inside.inside_unchecked(self.rules, emissions, lengths, precision, backend, of_rules)
+        return flash_inside.inside_unchecked(self.rules, emissions, lengths, precision, backend, of_rules, rules_stay)
 
     def _check_differentiable(self) -> None:
         if self.entrances is not None and self.entrances[0] is not self.left and torch.is_grad_enabled():

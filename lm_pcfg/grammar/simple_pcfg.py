@@ -143,6 +143,11 @@ class SimplePCFG(nn.Module):
 
 
 def with_bias(features: Tensor, words: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Tables whose products are features . words + bias: eight columns more: rows stay whole lines of memory."""
-    ones = functional.pad(features.new_ones(len(features), 1), (0, 7))
-    return torch.cat((features, ones), 1), torch.cat((words, functional.pad(bias[:, None], (0, 7))), 1)
+    """Tables whose products are features . words + bias: eight columns more, so that rows stay whole lines of memory.
+
+    The bias takes two of them: its value in bf16, and the rest. Products in bf16 would round it by up to 0.03.
+    """
+    ones = functional.pad(features.new_ones(len(features), 2), (0, 6))
+    coarse = bias.detach().bfloat16().to(bias.dtype)
+    both = torch.stack((coarse, bias - coarse), 1)
+    return torch.cat((features, ones), 1), torch.cat((words, functional.pad(both, (0, 6))), 1)

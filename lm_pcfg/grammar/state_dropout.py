@@ -22,8 +22,8 @@ class Kept(NamedTuple):
 def draw_kept(nonterminals: int, preterminals: int, rate: float, *, seed: int, step: int) -> Kept | None:
     """The subset of a step: a function of (seed, step) alone, so it is the same on every rank. None = all symbols.
 
-    Of 256 symbols and more a multiple of 16 is kept: rows of any other length begin at odd addresses, and products of
-    them are several times slower on a GPU.
+    Of 256 symbols and more the nearest multiple of 16 is kept: rows of any other length begin at odd addresses, and
+    products of them are several times slower on a GPU.
     """
     if rate <= 0.0:
         return None
@@ -31,8 +31,8 @@ def draw_kept(nonterminals: int, preterminals: int, rate: float, *, seed: int, s
 
     def subset(size: int) -> Tensor:
         count = max(1, round(size * (1.0 - rate)))
-        if size >= 256 and count > 16:
-            count -= count % 16
+        if size >= 256 and count < size:
+            count = min(max(16, round(count / 16) * 16), (size - 1) // 16 * 16)
         # Those with the smallest random numbers: a third of the time of generator.choice.
         return torch.from_numpy(np.sort(np.argpartition(generator.random(size), count - 1)[:count]))
 

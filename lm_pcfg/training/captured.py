@@ -6,7 +6,7 @@ the host 7 ms (H200, N 2048), longer than the GPU needed for all of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,17 +46,17 @@ class CapturedNetworks:
 
         def backward() -> None:
             parameters = list(learner.parameters.values())
-            found = torch.autograd.grad(grammar.entrance_tensors, parameters, self.gradients, allow_unused=True)
+            tensors, of_tensors = differentiable(grammar, self.gradients)
+            found = torch.autograd.grad(tensors, parameters, of_tensors, allow_unused=True)
             for parameter, gradient in zip(parameters, found, strict=True):
-                parameter.grad = gradient
+                parameter.grad = in_layout_of(parameter, gradient)
             numbers.append(learner.apply_on_device(self.nll))
 
-        self._backward = capture(backward, self._forward.pool())
-        learner.optimizer.zero_grad()  # the graph has its own
+        try:
+            self._backward = capture(backward, self._forward.pool())
+        finally:
+            learner.optimizer.zero_grad()  # the graph has its own
         self._numbers = numbers[0]
-
-    def fits(self, kept: Kept | None, dropout: FeatureDropout) -> bool:
-        return _sizes(kept) == _sizes(self.kept) and dropout[:2] == self.dropout[:2]
 
     def grammar(self, kept: Kept | None, dropout: FeatureDropout) -> Grammar:
         """Of this step: the same tensors every time, with new values and no gradients."""
@@ -83,8 +83,18 @@ class CapturedNetworks:
         return self.learner.reader(self._numbers, recomputed)
 
 
-def _sizes(kept: Kept | None) -> list[int] | None:
-    return None if kept is None else [len(numbers) for numbers in kept]
+def differentiable(grammar: Grammar, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Of a grammar's tensors those that come from parameters (the features of tables do not), and their gradients."""
+    pairs = zip(grammar.entrance_tensors, gradients, strict=True)
+    tensors, of_tensors = zip(*((tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad), strict=True)
+    return list(tensors), list(of_tensors)
+
+
+def in_layout_of(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """Fused Adam takes both for flat memory: a gradient that is a part of a wider matrix has to be copied."""
+    if gradient is None or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
 
 
 def _send(values: Iterable[Tensor], to: Iterable[Tensor]) -> None:

@@ -1,14 +1,16 @@
-"""What a training would take, found out by one step of it."""
+"""What a training would take, found out by a step of it."""
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 from lm_pcfg.settings import Settings
 from lm_pcfg.training.engine import Engine, peak_memory
 from lm_pcfg.training.loop import Trainer
+from lm_pcfg.training.steps import STEPS_BEFORE_CAPTURE
 
 
 def dry_run(settings: Settings) -> dict[str, Any]:
@@ -19,7 +21,11 @@ def dry_run(settings: Settings) -> dict[str, Any]:
     trainer.step(batches)
     trainer.settle()
     seconds = time.perf_counter() - began
-    window = trainer.position.window
+    window = replace(trainer.position.window)
+    if trainer.captures:  # CUDA graphs have memory of their own
+        for _ in range(STEPS_BEFORE_CAPTURE + 1):
+            trainer.step(batches)
+        trainer.settle()
     device = trainer.engine.describe()
     if not trainer.engine.is_main:
         return {}

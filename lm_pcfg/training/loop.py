@@ -277,6 +277,7 @@ class Trainer(Steps):
         state = loaded.state
         assert loaded.optimizer is not None
         self.learner.load(loaded.model, loaded.optimizer)
+        self.forget_captured()
         self.position = Position.of(state)
         self._saved_step = self.position.step if same_run else 0
         if not same_run:

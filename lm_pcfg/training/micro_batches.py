@@ -27,7 +27,7 @@ def accumulate_gradients(
     Which sentences left the range of the number format is asked only after the backward passes are launched: they have
     no gradient there, and are computed again on their own. To ask before would leave a GPU without work.
 
-    of_rules: memory where the gradients of left and right may come to lie
+    of_rules: memory where the gradients of left and right may come to lie; the rules then lie where they lay before
     """
     nll = torch.zeros((), dtype=torch.float64, device=leaves.root.device)
     looks: list[tuple[Batch, Callable[[], list[bool]]]] = []
@@ -36,6 +36,7 @@ def accumulate_gradients(
             log_z, trusted = leaves.log_likelihood_unchecked(
                 torch.from_numpy(batch.words), batch.lengths, precision=inside.precision, backend=inside.backend,
                 of_rules=None if looks else of_rules,  # the first batch's; the others add to them
+                rules_stay=of_rules is not None,
             )  # fmt: skip
             looks.append((batch, read_later(trusted)))
             log_z = torch.where(trusted, log_z, 0.0)

@@ -9,7 +9,8 @@ end of every part:
     backward    from there to the parameters, through normalisers, softmaxes and networks
     optimizer   clipping, the update, the moving average
 
-There are twice as many preterminals as nonterminals, and batches are by sentences, whatever the config says.
+There are twice as many preterminals as nonterminals, and a step is one batch of so many sentences, whatever the config
+says.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.loop import Trainer
 from lm_pcfg.training.step_plot import draw
+from lm_pcfg.training.steps import STEPS_BEFORE_CAPTURE
 
 PARTS = ("networks", "emission", "inside", "backward", "optimizer")
 FIELDS = (
@@ -89,7 +91,7 @@ def bench_steps(
         for count in sentences:
             values = settings.model_dump()
             values["model"] |= {"nonterminals": n, "preterminals": 2 * n}
-            values["batch"] |= {"by": "sentences", "sentences": count}
+            values["batch"] |= {"by": "sentences", "sentences": count, "accumulate": 1}
             row = _measure(Settings.model_validate(values), engine, steps)
             show(row)
             rows.append(row)
@@ -122,7 +124,9 @@ def _timed(trainer: Trainer, steps: int) -> Row:
     device = trainer.engine.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(steps):  # lengths come again and again: after these, kernels and graphs are there
+    for _ in range(
+        max(steps, STEPS_BEFORE_CAPTURE + 2)
+    ):  # lengths come again: after these, kernels and graphs are there
         trainer.step(trainer.stream.next_step())
     _synchronize(device)
     words, began = 0, time.perf_counter()
@@ -134,10 +138,13 @@ def _timed(trainer: Trainer, steps: int) -> Row:
     seconds = time.perf_counter() - began
     trainer.settle()
     if trainer.position.skipped:
-        return {"note": f"{trainer.position.skipped} of {2 * steps} updates were not finite"}
+        return {"note": f"{trainer.position.skipped} updates were not finite"}
 
+    peak: Row = {}
+    if device.type == "cuda":
+        peak["peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
     clock = StepClock(device)
-    trainer.captures = False  # a CUDA graph has no parts
+    trainer.stop_capturing()  # a CUDA graph has no parts
     trainer.computation = trainer.computation._replace(mark=clock.part_ended)
     for _ in range(steps):
         batches = trainer.stream.next_step()
@@ -146,9 +153,6 @@ def _timed(trainer: Trainer, steps: int) -> Row:
         trainer.settle()
         clock.part_ended("optimizer")
     parts: Row = {f"{part}_ms": round(1e3 * clock.seconds[part] / steps, 3) for part in PARTS}
-    peak: Row = {}
-    if device.type == "cuda":
-        peak["peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
     return parts | peak | {
         "step_ms": round(1e3 * seconds / steps, 3),
         "words_per_second": round(words / seconds),

@@ -6,6 +6,7 @@ Folders, metrics, evaluations and stops are the loop's (loop.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,11 @@ from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor, s
 from lm_pcfg.training.position import Position
 from lm_pcfg.training.throughput import Throughput
 
-STEPS_BEFORE_CAPTURE = 3  # of one size: kernels are compiled then, and a size that changes all the time is not captured
+STEPS_BEFORE_CAPTURE = 3  # kernels are compiled then, and Adam has its state
+
+
+def _size(kept: Kept | None) -> tuple[int, ...]:
+    return () if kept is None else tuple(map(len, kept))
 
 
 class Unread(NamedTuple):
@@ -52,9 +57,13 @@ class Steps:
         self.learner = make_learner(model, settings.optimizer, engine)
         self.computation = training_computation(settings, engine)
         #: Whether the networks' passes may become CUDA graphs.
-        self.captures = settings.networks.cuda_graphs and self.learner.reads_late and engine.device.type == "cuda"
+        self.captures = (
+            settings.networks.cuda_graphs and self.learner.reads_late and settings.model.nonterminals <= LARGEST_N
+        )
         self._captured: CapturedNetworks | None = None
-        self._size, self._alike = (0, 0), 0  # of the grammar in the last steps, and how many of them
+        #: Of the grammar in the last steps, and how many they are.
+        self._size: tuple[int, ...] | None = None
+        self._alike = 0
         self.average = MovingAverage(self.learner.pieces(), settings.ema.decay) if settings.ema.decay else None
         self.position = Position()
         self.throughput = Throughput()
@@ -140,30 +149,39 @@ class Steps:
         kept = draw_kept(model.nonterminals, model.preterminals, rate, seed=seed, step=step)
         return kept, FeatureDropout.of_step(model.embedding_dropout, model.feature_dropout, seed=seed, step=step)
 
-    def _grammar(self, kept: Kept | None, dropout: FeatureDropout) -> Grammar:
-        """All processes take part."""
+    def _grammar(self, kept: Kept | None, dropout: FeatureDropout, model: torch.nn.Module | None = None) -> Grammar:
+        """All processes take part, unless it is computed by the model itself instead of what the engine made of it."""
         nonterminals = self.settings.model.nonterminals if kept is None else len(kept.nonterminals)
         rules = rules_type(self.settings.inside.precision, nonterminals)
-        return self.learner.model(kept, self.computation._replace(dropout=dropout, rules=rules))
+        return (model or self.learner.model)(kept, self.computation._replace(dropout=dropout, rules=rules))
 
     def _captured_networks(self, kept: Kept | None, dropout: FeatureDropout) -> CapturedNetworks | None:
-        """None where the host launches the networks' kernels itself; so it does in the first steps."""
-        nonterminals = self.settings.model.nonterminals if kept is None else len(kept.nonterminals)
-        if not (self.captures and nonterminals <= LARGEST_N):
+        """None where the host launches the networks' kernels itself; so it does in the first steps of a size."""
+        size = _size(kept)
+        if size != self._size:
+            self._size, self._alike, self._captured = size, 0, None
+        self._alike += 1
+        sizes_change = kept is not None and self.settings.model.state_dropout_until is not None
+        if not self.captures or sizes_change or self._alike <= STEPS_BEFORE_CAPTURE:
             return None
-        if self._captured is None or not self._captured.fits(kept, dropout):
-            size = nonterminals, 0 if kept is None else len(kept.preterminals)
-            self._alike = self._alike + 1 if size == self._size else 1
-            self._size = size
-            if self._alike <= STEPS_BEFORE_CAPTURE:
-                return None
-            self._captured = None  # its memory first
+        if self._captured is None:
+            torch.cuda.empty_cache()  # a capture cannot use memory that others have freed
+            compute = partial(self._grammar, model=self.learner.plain_model)
             try:
-                self._captured = CapturedNetworks(self.learner, self._grammar, kept, dropout, self.engine.device)
+                self._captured = CapturedNetworks(self.learner, compute, kept, dropout, self.engine.device)
             except torch.OutOfMemoryError:
                 warn("no memory for CUDA graphs of the networks: this run goes on without them (networks.cuda_graphs)")
                 self.captures = False
         return self._captured
+
+    def forget_captured(self) -> None:
+        """Graphs of the networks hold the memory of the optimizer's state as it is now."""
+        self._captured, self._size = None, None
+
+    def stop_capturing(self) -> None:
+        """From now on the host launches everything itself."""
+        self.captures = False
+        self.forget_captured()
 
     def settle_buckets(self) -> None:
         """DDP orders its buckets anew after the first backward pass, and from three ranks on sums depend on the order.

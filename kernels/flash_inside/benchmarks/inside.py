@@ -102,8 +102,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG file")
     arguments = parser.parse_args(argv)
+    check_device_and_folders(parser, arguments.device, [arguments.csv, arguments.plot])
     arguments.grid = arguments.grid or _grid(table1.GRID if arguments.table1 else GRID)
     return arguments
+
+
+def check_device_and_folders(parser: argparse.ArgumentParser, device: str | None, files: list[Path | None]) -> None:
+    """Before anything is measured."""
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here")
+    for path in files:
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.parent}; make it first")
 
 
 def _grid(text: str) -> list[Size]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flash_inside.benchmarks.inside import machine, milliseconds
+from flash_inside.benchmarks.inside import check_device_and_folders, machine, milliseconds
 from flash_inside.softmax import log_normalizers
 
 GRID = "16384x10000x512,65536x65536x512"
@@ -52,7 +52,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="time to spend on each measurement")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--csv", type=Path)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    check_device_and_folders(parser, arguments.device, [arguments.csv])
+    return arguments
 
 
 def _grid(text: str) -> list[tuple[int, int, int]]:
