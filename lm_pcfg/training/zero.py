@@ -38,14 +38,14 @@ class ZeroLearner(Learner):
         self.in_pieces = engine.zero_stage == 3
         small = fits_one_bucket(model, config["zero_optimization"])
         if small:
-            prepare_for_one_bucket(model, config["zero_optimization"])
+            prepare_for_one_bucket(config["zero_optimization"])
         super().__init__(model, settings, engine)
         engine.limit_waiting()
         self.zero: Any = self.optimizer.optimizer  # DeepSpeed's, around torch's
-        self.bucket = OneBucket(self.zero, engine, self.in_pieces) if small else None
+        self.bucket = OneBucket(model, self.zero, engine, self.in_pieces) if small else None
         if self.bucket is not None:
             self.model = self.model.module  # what DeepSpeed's engine does around it serves its own reduction
-        # As in Learner. Under ZeRO 3 DeepSpeed gathers weights in Python, which no CUDA graph can hold.
+        # As in Learner. Under ZeRO 3 the host makes and releases tensors of weights, which is not for CUDA graphs.
         alone = engine.world_size == 1 and engine.device.type == "cuda"
         self.reads_late = alone and self.bucket is not None and not self.in_pieces
         if self.reads_late:
@@ -63,6 +63,7 @@ class ZeroLearner(Learner):
         return self.reader(self.apply_on_device(nll), recomputed)
 
     def apply_on_device(self, nll: Tensor) -> Tensor:
+        """Of one process: nothing is summed here."""
         assert self.bucket is not None
         gradient = self.bucket.reduced_gradient()
         norm = torch.linalg.vector_norm(gradient)
