@@ -10,7 +10,7 @@ from lm_pcfg.training.collectives import Collectives, telling_lost_contact
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.run_folder import choose_start
 from lm_pcfg.training.throughput import Throughput
-from lm_pcfg.training.zero import _configure
+from lm_pcfg.training.zero_config import configure
 from texts import write_config
 
 
@@ -65,13 +65,13 @@ def test_one_process_says_so(tmp_path):
 )
 def test_deepspeed_settings_that_would_change_the_result_are_refused(tmp_path, config, message):
     with pytest.raises(UserError, match=message):
-        _configure(config, load_settings(write_config(tmp_path), []).optimizer)
+        configure(config, load_settings(write_config(tmp_path), []).optimizer)
 
 
 def test_deepspeed_is_told_what_the_loop_decides(tmp_path):
     config = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto", "gradient_accumulation_steps": 4}
     settings = load_settings(write_config(tmp_path), ["optimizer.clip=null"])
-    _configure(config, settings.optimizer)
+    configure(config, settings.optimizer)
     assert (config["gradient_clipping"], config["gradient_accumulation_steps"]) == (0.0, 1)
 
 

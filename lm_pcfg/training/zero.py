@@ -1,7 +1,8 @@
 """The model and its optimizer under DeepSpeed: ZeRO 1 and 2 split optimizer state over processes, ZeRO 3 weights too.
 
 DeepSpeed keeps a second copy of its part of the weights, flat, which its optimizer updates; what is loaded goes into
-both. Its step clips and updates in one, so the learning rate and all that may forbid a step come before it.
+both. Its own step clips and updates in one, so the learning rate and all that may forbid a step come before it; models
+that are no larger than a bucket do without it (one_bucket.py).
 """
 
 from __future__ import annotations
@@ -17,40 +18,81 @@ import torch.distributed
 from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 from torch import Tensor, nn
 
-from lm_pcfg.errors import UserError
 from lm_pcfg.settings import OptimizerSection
 from lm_pcfg.training.checkpoint import CheckpointError
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.learner import Learner, Tensors, Update
+from lm_pcfg.training.one_bucket import OneBucket, fits_one_bucket, prepare_for_one_bucket
+from lm_pcfg.training.zero_config import configure
 
 # DeepSpeed calls what torch 2.13 has given new names; a line on every rank and every step would bury all others.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-# What splits weights otherwise than over all processes, or rounds them; and the values that switch it off.
-_UNSUPPORTED: dict[str, Any] = {
-    "mics_shard_size": -1,
-    "zero_hpz_partition_size": 1,
-    "zero_quantized_weights": False,
-    "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_gradients": False,
-}
-
-
 class ZeroLearner(Learner):
     def __init__(self, model: nn.Module, settings: OptimizerSection, engine: Engine):
         config = engine.accelerator.state.deepspeed_plugin.deepspeed_config
-        engine.together(lambda: _configure(config, settings))
+        engine.together(lambda: configure(config, settings))
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.in_pieces = engine.zero_stage == 3
+        small = fits_one_bucket(model, config["zero_optimization"])
+        if small:
+            prepare_for_one_bucket(config["zero_optimization"])
         super().__init__(model, settings, engine)
         engine.limit_waiting()
         self.zero: Any = self.optimizer.optimizer  # DeepSpeed's, around torch's
+        self.bucket = OneBucket(model, self.zero, engine, self.in_pieces) if small else None
+        if self.bucket is not None:
+            self.model = self.model.module  # what DeepSpeed's engine does around it serves its own reduction
+        # As in Learner. Under ZeRO 3 the host makes and releases tensors of weights, which is not for CUDA graphs.
+        alone = engine.world_size == 1 and engine.device.type == "cuda"
+        self.reads_late = alone and self.bucket is not None and not self.in_pieces
+        if self.reads_late:
+            for group in self.optimizer.param_groups:
+                group |= {"lr": torch.tensor(group["lr"], device=engine.device), "capturable": True}
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
+    def _update_on_device(
+        self, through: Tensor, nll: Tensor, recomputed: float, learning_rate: float, mark: Callable[[str], None]
+    ) -> Callable[[], Update]:
+        through.backward()
+        mark("backward")
+        self.set_learning_rate(learning_rate)
+        return self.reader(self.apply_on_device(nll), recomputed)
+
+    def apply_on_device(self, nll: Tensor) -> Tensor:
+        """Of one process: nothing is summed here."""
+        assert self.bucket is not None
+        gradient = self.bucket.reduced_gradient()
+        norm = torch.linalg.vector_norm(gradient)
+        numbers = torch.stack((nll.double(), norm.double()))
+        self.zero.optimizer.found_inf = (~numbers.isfinite().all()).float()
+        self.bucket.step(gradient.mul_((self._clip / (norm + 1e-6)).clamp(max=1.0)))
+        return numbers
+
     def _update(
+        self, through: Tensor, nll: Tensor, recomputed: float, learning_rate: float, mark: Callable[[str], None]
+    ) -> Update:
+        if self.bucket is None:
+            return self._update_by_deepspeed(through, nll, recomputed, learning_rate, mark)
+        through.backward()
+        gradient = self.bucket.reduced_gradient()
+        self.reduction.backward_done()
+        mark("backward")
+        # Squares add up over the parts; all processes come to the same sums.
+        square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        own = torch.stack((nll.double(), square)).tolist()
+        total_nll, total_square, recomputed = self.engine.sums([*own, recomputed])
+        norm = math.sqrt(total_square)
+        finite = math.isfinite(total_nll) and math.isfinite(norm)
+        if finite:
+            self.set_learning_rate(learning_rate)
+            self.bucket.step(gradient.mul_(min(1.0, self._clip / (norm + 1e-6))))
+        return Update(finite, total_nll, norm, recomputed)
+
+    def _update_by_deepspeed(
         self, through: Tensor, nll: Tensor, recomputed: float, learning_rate: float, mark: Callable[[str], None]
     ) -> Update:
         """The loss is summed first: where it is not finite, no process enters the backward pass, which would step.
@@ -176,35 +218,3 @@ class ZeroLearner(Learner):
             group = self._flat_tensors()[mapping.param_group_index]
             state = self.zero.optimizer.state[group][key]
             yield slice(own.start, own.start + own.numel), state[flat.start : flat.start + flat.numel]
-
-
-def _configure(config: dict[str, Any], settings: OptimizerSection) -> None:
-    """Set in DeepSpeed's configuration what this loop decides; refuse what it cannot do."""
-    zero = config.get("zero_optimization", {})
-    for name in ("fp16", "bf16", "torch_autocast", "amp"):
-        if config.get(name, {}).get("enabled") is True:
-            raise UserError(f"DeepSpeed's {name} would round the weights; switch it off and use inside.precision")
-    rounded = {
-        "communication_data_type": config.get("communication_data_type"),
-        "data_types.grad_accum_dtype": config.get("data_types", {}).get("grad_accum_dtype"),
-    }
-    for name, kind in rounded.items():
-        if kind not in (None, "fp32"):
-            raise UserError(f"DeepSpeed's {name}: {kind} would round the gradients; remove it from its settings (fp32)")
-    for name in ("offload_optimizer", "offload_param"):
-        if zero.get(name, {}).get("device", "none") not in ("none", None):
-            raise UserError(f"DeepSpeed's {name} is not supported: these models are small; remove it from its settings")
-    for name in ("optimizer", "scheduler"):
-        if name in config:
-            raise UserError(f"DeepSpeed's {name} is set by the settings of this run; remove it there")
-    for name, off in _UNSUPPORTED.items():
-        if zero.get(name, off) not in (off, None):
-            raise UserError(f"DeepSpeed's {name} is not supported; remove it from DeepSpeed's settings")
-    if zero.get("stage", 0) not in (1, 2, 3):
-        raise UserError("DeepSpeed without ZeRO does what DDP does; launch without it, or with --zero_stage 1, 2 or 3")
-    zero.pop("compute_grad_norm", None)  # the norm tells whether a step may be made
-    config["gradient_clipping"] = settings.clip if settings.clip is not None else 0.0
-    config["gradient_accumulation_steps"] = 1  # micro-batches meet in the grammar, before the engine sees anything
-    config["train_micro_batch_size_per_gpu"] = 1  # batches vary; DeepSpeed uses it for its own prints only
-    config.pop("train_batch_size", None)
-    config["steps_per_print"] = math.inf
