@@ -58,7 +58,10 @@ class Steps:
         self.computation = training_computation(settings, engine)
         #: Whether the networks' passes may become CUDA graphs.
         self.captures = (
-            settings.networks.cuda_graphs and self.learner.reads_late and settings.model.nonterminals <= LARGEST_N
+            settings.networks.cuda_graphs
+            and self.learner.reads_late
+            and not engine.is_deepspeed  # not tried yet
+            and settings.model.nonterminals <= LARGEST_N
         )
         self._captured: CapturedNetworks | None = None
         #: Of the grammar in the last steps, and how many they are.
