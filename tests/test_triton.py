@@ -145,7 +145,7 @@ def test_a_graphs_layout_serves_batches_that_do_not_fill_it(copied):
     graphs = {}
 
     def through_graph(rules, emissions, lengths, precision, backend):
-        def find(rules, emissions, lengths, precision, storage):
+        def find(rules, emissions, lengths, precision, storage, rules_stay):
             types = rules.root.dtype, rules.left.dtype, emissions.dtype
             shape, rules_at = (0, 7, 5, rules.root.shape[0]), None if copied else (0, 0)
             bucket = triton_graphs.Bucket(*shape, precision, storage, types, sentences=4, words=6, rules_at=rules_at)

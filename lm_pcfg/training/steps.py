@@ -60,6 +60,7 @@ class Steps:
         self.captures = (
             settings.networks.cuda_graphs
             and self.learner.reads_late
+            and engine.device.type == "cuda"
             and not engine.is_deepspeed  # not tried yet
             and settings.model.nonterminals <= LARGEST_N
         )
