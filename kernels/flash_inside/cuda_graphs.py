@@ -16,8 +16,8 @@ def capture(launch: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGrap
     pool   memory of an earlier graph (`graph.pool()`) that this one may work in: they must never run at the same time
 
     `with torch.cuda.graph(...)` would also collect garbage and give all unused memory back to the driver, which later
-    steps then ask for again piece by piece: 20 ms and more for each of the many graphs of a training run. What the
-    garbage collector frees during a capture (an older graph, say) would spoil it: so not then.
+    steps then ask for again piece by piece (H200, N 4096, steps 251 to 290, in which graphs are captured: 34 ms a step,
+    without that 19). What the garbage collector frees during a capture, an older graph say, would spoil it: so not then.
     """
     graph = torch.cuda.CUDAGraph()
     device = torch.cuda.current_device()

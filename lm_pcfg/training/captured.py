@@ -1,7 +1,7 @@
 """The networks' passes and the update as two CUDA graphs, for one process on a GPU.
 
-Of some 350 launches of a step most are the networks' and the optimizer's, the same in every step. To launch them took
-the host 7 ms (H200, N 2048), longer than the GPU needed for all of the step.
+Of some 350 launches of a step most are the networks' and the optimizer's, the same in every step. Replayed they took a
+step of N 2048 on an H200 from 10.7 to 4.9 ms, of which the GPU works 3.4.
 """
 
 from __future__ import annotations

@@ -45,9 +45,7 @@ class Learner:
         self.model, self.optimizer = engine.accelerator.prepare(model, self.optimizer)
         #: One process on a GPU need not agree with anyone, and then nothing in a step makes the host wait for its end.
         self.reads_late = engine.world_size == 1 and not engine.is_deepspeed and engine.device.type == "cuda"
-        if self.reads_late:  # the update may be captured in a CUDA graph: its rate has to be in memory
-            for group in self.optimizer.param_groups:
-                group |= {"lr": torch.tensor(group["lr"], device=engine.device), "capturable": True}
+        self._keep_rate_on_device()
         # Under ZeRO 3 parameters have no shape between steps, and take no hook.
         self.reduction = ReductionClock(self.parameters.values() if engine.zero_stage != 3 else [], engine)
 
@@ -123,6 +121,12 @@ class Learner:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return Update(finite, total_nll, norm, recomputed)
+
+    def _keep_rate_on_device(self) -> None:
+        """Where the update may be captured in a CUDA graph: what it reads has to be in memory."""
+        if self.reads_late:
+            for group in self.optimizer.param_groups:
+                group |= {"lr": torch.tensor(group["lr"], device=self.engine.device), "capturable": True}
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:

@@ -48,9 +48,7 @@ class ZeroLearner(Learner):
         # As in Learner. Under ZeRO 3 the host makes and releases tensors of weights, which is not for CUDA graphs.
         alone = engine.world_size == 1 and engine.device.type == "cuda"
         self.reads_late = alone and self.bucket is not None and not self.in_pieces
-        if self.reads_late:
-            for group in self.optimizer.param_groups:
-                group |= {"lr": torch.tensor(group["lr"], device=engine.device), "capturable": True}
+        self._keep_rate_on_device()
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
