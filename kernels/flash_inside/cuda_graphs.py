@@ -17,7 +17,7 @@ def capture(launch: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGrap
 
     `with torch.cuda.graph(...)` would also collect garbage and give all unused memory back to the driver, which later
     steps then ask for again piece by piece (H200, N 4096, steps 251 to 290, in which graphs are captured: 34 ms a step,
-    without that 19). What the garbage collector frees during a capture, an older graph say, would spoil it: so not then.
+    without that 19). What the garbage collector frees during a capture, an older graph say, would spoil it: not then.
     """
     graph = torch.cuda.CUDAGraph()
     device = torch.cuda.current_device()
