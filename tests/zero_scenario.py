@@ -16,8 +16,10 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graph_emulation import capturing
 from lm_pcfg.grammar.boundary import Grammar
 from lm_pcfg.settings_file import load_settings
+from lm_pcfg.training import captured
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.loop import Trainer
 
@@ -69,7 +71,24 @@ def use(stage: int, bucket: int, folder: Path) -> None:
         os.environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file), "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
 
 
-def train(folder: Path, name: str, stage: int, bucket: int, late: bool) -> None:
+def emulate_graphs(trainer: Trainer) -> None:
+    trainer.captures = True
+    optimizer = getattr(trainer.learner, "zero", trainer.learner._torch_optimizer())
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+
+    def state() -> list[torch.Tensor]:
+        weights = [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
+        moments = [tensor for values in optimizer.state.values() for tensor in values.values()]
+        return [*weights, *moments, *(parameter.data for parameter in trainer.learner.parameters.values())]
+
+    captured.capture = capturing(state)
+    captured._send = lambda values, to: [target.copy_(value) for value, target in zip(values, to, strict=True)]
+    torch.cuda.empty_cache = lambda: None
+
+
+def train(folder: Path, name: str, stage: int, bucket: int, late: bool, graphs: bool = False) -> None:
     """late: as one process on a GPU, where Adam's kernel decides. The parts after the backward pass are counted."""
     use(stage, bucket, folder)
     settings = load_settings(folder / "small.yaml", [f"name={name}"])
@@ -77,7 +96,9 @@ def train(folder: Path, name: str, stage: int, bucket: int, late: bool) -> None:
     learner = trainer.learner
     learner.reads_late = late
     counts = Launches()
-    if late:
+    if graphs:
+        emulate_graphs(trainer)
+    elif late:
         original = learner.apply_on_device
 
         def counted(nll: torch.Tensor) -> torch.Tensor:
@@ -100,6 +121,7 @@ def train(folder: Path, name: str, stage: int, bucket: int, late: bool) -> None:
         "one_bucket": getattr(learner, "bucket", None) is not None,
         "launches": counts.launches,
         "waits": counts.waits,
+        "captured": trainer._captured is not None,
     }
     (folder / f"{name}.json").write_text(json.dumps(told))
 
@@ -112,6 +134,8 @@ def main(folder: Path) -> None:
         train(folder, f"zero{stage}", stage, LARGE, late=False)
         train(folder, f"zero{stage}-late", stage, LARGE, late=True)
         train(folder, f"zero{stage}-deepspeed", stage, SMALL, late=False)
+        if stage < 3:
+            train(folder, f"zero{stage}-graphs", stage, LARGE, late=True, graphs=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -29,8 +30,11 @@ def capture(launch: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGrap
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 launch()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(Exception):  # a spoilt capture; what spoilt it is the error to see
+                    graph.capture_end()
+                raise
+            graph.capture_end()
     finally:
         if collecting:
             gc.enable()

@@ -7,9 +7,11 @@ step of N 2048 on an H200 from 10.7 to 4.9 ms, of which the GPU works 3.4.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from flash_inside.cuda_graphs import capture
 from lm_pcfg.grammar.boundary import Grammar
@@ -17,6 +19,8 @@ from lm_pcfg.grammar.feature_dropout import FeatureDropout
 from lm_pcfg.grammar.state_dropout import Kept
 from lm_pcfg.training.learner import Learner, Update
 
+#: Computes a grammar, as the module of the networks does.
+Model = Callable[..., Grammar]
 #: Larger grammars hide the launches, and the graphs' own memory (gradients of the rules, logits) would be gigabytes.
 LARGEST_N = 8192
 
@@ -28,15 +32,23 @@ class CapturedNetworks:
     """
 
     def __init__(
-        self, learner: Learner, compute: Callable[[Kept | None, FeatureDropout], Grammar], kept: Kept | None,
+        self, learner: Learner, compute: Callable[[Kept | None, FeatureDropout, Model], Grammar], kept: Kept | None,
         dropout: FeatureDropout, device: torch.device,
     ):  # fmt: skip
         self.learner = learner
         self.kept = None if kept is None else kept.to(device)
         self.dropout = dropout._replace(keys=dropout.keys.to(device))
         self.nll = torch.zeros((), dtype=torch.float64, device=device)
+        parameters = list(learner.parameters.values())
+        # The same memory under new leaves of autograd: those of the parameters, which DeepSpeed keeps alive, belong to
+        # the stream of the first steps, and a backward pass would make that stream wait for the capture's.
+        weights = {name: parameter.detach().requires_grad_() for name, parameter in learner.parameters.items()}
         made: list[Grammar] = []
-        self._forward = capture(lambda: made.append(compute(self.kept, self.dropout)))
+
+        def model(*inputs: Any) -> Grammar:
+            return functional_call(learner.plain_model, weights, inputs)
+
+        self._forward = capture(lambda: made.append(compute(self.kept, self.dropout, model)))
         grammar = made[0]
         #: What micro-batches work on and leave their gradients at.
         self.leaves = grammar.detached()
@@ -45,9 +57,8 @@ class CapturedNetworks:
         numbers: list[Tensor] = []
 
         def backward() -> None:
-            parameters = list(learner.parameters.values())
             tensors, of_tensors = differentiable(grammar, self.gradients)
-            found = torch.autograd.grad(tensors, parameters, of_tensors, allow_unused=True)
+            found = torch.autograd.grad(tensors, list(weights.values()), of_tensors, allow_unused=True)
             for parameter, gradient in zip(parameters, found, strict=True):
                 parameter.grad = in_layout_of(parameter, gradient)
             numbers.append(learner.apply_on_device(self.nll))
@@ -55,7 +66,8 @@ class CapturedNetworks:
         try:
             self._backward = capture(backward, self._forward.pool())
         finally:
-            learner.optimizer.zero_grad()  # the graph has its own
+            for parameter in parameters:
+                parameter.grad = None  # the graph has its own
         self._numbers = numbers[0]
 
     def grammar(self, kept: Kept | None, dropout: FeatureDropout) -> Grammar:

@@ -6,7 +6,6 @@ Folders, metrics, evaluations and stops are the loop's (loop.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from lm_pcfg.grammar.feature_dropout import FeatureDropout
 from lm_pcfg.grammar.state_dropout import Kept, draw_kept
 from lm_pcfg.settings import Settings
 from lm_pcfg.training import data
-from lm_pcfg.training.captured import LARGEST_N, CapturedNetworks
+from lm_pcfg.training.captured import LARGEST_N, CapturedNetworks, Model
 from lm_pcfg.training.computation import training_computation
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.learner import Update, make_learner
@@ -61,7 +60,6 @@ class Steps:
             settings.networks.cuda_graphs
             and self.learner.reads_late
             and engine.device.type == "cuda"
-            and not engine.is_deepspeed  # not tried yet
             and settings.model.nonterminals <= LARGEST_N
         )
         self._captured: CapturedNetworks | None = None
@@ -153,7 +151,7 @@ class Steps:
         kept = draw_kept(model.nonterminals, model.preterminals, rate, seed=seed, step=step)
         return kept, FeatureDropout.of_step(model.embedding_dropout, model.feature_dropout, seed=seed, step=step)
 
-    def _grammar(self, kept: Kept | None, dropout: FeatureDropout, model: torch.nn.Module | None = None) -> Grammar:
+    def _grammar(self, kept: Kept | None, dropout: FeatureDropout, model: Model | None = None) -> Grammar:
         """All processes take part, unless it is computed by the model itself instead of what the engine made of it."""
         nonterminals = self.settings.model.nonterminals if kept is None else len(kept.nonterminals)
         rules = rules_type(self.settings.inside.precision, nonterminals)
@@ -170,9 +168,8 @@ class Steps:
             return None
         if self._captured is None:
             torch.cuda.empty_cache()  # a capture cannot use memory that others have freed
-            compute = partial(self._grammar, model=self.learner.plain_model)
             try:
-                self._captured = CapturedNetworks(self.learner, compute, kept, dropout, self.engine.device)
+                self._captured = CapturedNetworks(self.learner, self._grammar, kept, dropout, self.engine.device)
             except torch.OutOfMemoryError:
                 warn("no memory for CUDA graphs of the networks: this run goes on without them (networks.cuda_graphs)")
                 self.captures = False
