@@ -59,6 +59,30 @@ def test_table_of_the_paper(capsys):
     assert lines[2].split("|")[5].strip() == "1.0x"
 
 
+def test_a_run_cut_short_keeps_what_it_measured_and_can_be_drawn_later(tmp_path, monkeypatch, capsys):
+    table, plot = tmp_path / "inside.csv", tmp_path / "inside.svg"
+    measure = inside._measure
+
+    def stop_at_the_second(method, size, *others):
+        if size.nonterminals == 8:
+            raise KeyboardInterrupt
+        return measure(method, size, *others)
+
+    monkeypatch.setattr(inside, "_measure", stop_at_the_second)
+    arguments = ["--grid", "4x3x1,8x3x1", "--methods", "torch", "--seconds", "0", "--device", "cpu"]
+    with pytest.raises(KeyboardInterrupt):
+        inside.main([*arguments, "--precision", "fp32", "--csv", str(table)])
+    measured = capsys.readouterr().out
+    assert inside.main(["--from-csv", str(table), "--plot", str(plot)]) == 0
+    assert capsys.readouterr().out == measured
+    assert "4 x 3 x 1" in plot.read_text()
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    for wrong, said in (("other.csv", "was not written by this benchmark"), ("none.csv", "No such file")):
+        with pytest.raises(SystemExit):
+            inside.main(["--from-csv", str(tmp_path / wrong)])
+        assert said in capsys.readouterr().err
+
+
 def test_lengths_of_the_treebank(capsys):
     arguments = ["--grid", "8xptbx4", "--methods", "torch", "--seconds", "0", "--device", "cpu", "--precision", "fp32"]
     assert inside.main(arguments) == 0

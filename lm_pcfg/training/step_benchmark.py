@@ -15,13 +15,12 @@ says.
 
 from __future__ import annotations
 
-import csv
 import datetime
 import gc
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 
 from flash_inside.benchmarks.lengths import ptb_lengths
+from flash_inside.benchmarks.results import Results, Row
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import load_settings
@@ -44,8 +44,6 @@ FIELDS = (
     *(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "words_per_step", "peak_gib", "vocabulary",
     "data", "device", "torch", "date", "note",
 )  # fmt: skip
-
-Row = dict[str, str | int | float]
 
 
 def main(
@@ -62,15 +60,11 @@ def main(
         if path is not None and not path.parent.is_dir():  # before anything is measured
             raise UserError(f"{path}: there is no folder {path.parent}; make it first")
     print(f"{'N':>6} {'batch':>5} " + " ".join(f"{part:>9}" for part in (*PARTS, "step ms", "words/s", "GiB")))
+    results = Results(FIELDS, table, plot, draw)
     with _settings(config, overrides) as settings:
-        rows = bench_steps(settings, nonterminals, sentences, steps, lambda row: print(_line(row), flush=True))
-    if table:
-        with table.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
-    if plot:
-        plot.write_text(draw(rows))
+        for row in bench_steps(settings, nonterminals, sentences, steps):
+            results.add(row)
+            print(_line(row), flush=True)
 
 
 def _line(row: Row) -> str:
@@ -79,23 +73,17 @@ def _line(row: Row) -> str:
     return start + (str(row["note"]) or " ".join(f"{row[column]!s:>9}" for column in columns))
 
 
-def bench_steps(
-    settings: Settings, nonterminals: list[int], sentences: list[int], steps: int, show: Callable[[Row], None]
-) -> list[Row]:
+def bench_steps(settings: Settings, nonterminals: list[int], sentences: list[int], steps: int) -> Iterator[Row]:
     """Time every combination; a grammar that does not fit into memory gets a note."""
     engine = Engine(settings)
     if engine.world_size > 1:
         raise UserError("bench step measures one process; start it without a launcher")
-    rows = []
     for n in nonterminals:
         for count in sentences:
             values = settings.model_dump()
             values["model"] |= {"nonterminals": n, "preterminals": 2 * n}
             values["batch"] |= {"by": "sentences", "sentences": count, "accumulate": 1}
-            row = _measure(Settings.model_validate(values), engine, steps)
-            show(row)
-            rows.append(row)
-    return rows
+            yield _measure(Settings.model_validate(values), engine, steps)
 
 
 def _measure(settings: Settings, engine: Engine, steps: int) -> Row:

@@ -16,13 +16,12 @@ Memory is the peak above the inputs and one set of their gradients: in a first p
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import importlib.metadata
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +33,7 @@ import flash_inside
 from flash_inside.benchmarks import baselines, table1
 from flash_inside.benchmarks.lengths import ptb_lengths
 from flash_inside.benchmarks.plot import draw
+from flash_inside.benchmarks.results import Results, Row, read_rows
 from flash_inside.rules import Rules
 
 GRID = "512x20x16,512x40x16,2048x40x16,4096x40x16,8192x20x16,8192x40x16,8192x25x64"
@@ -69,26 +69,23 @@ class Size(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
+    results = Results(FIELDS, arguments.csv, arguments.plot, draw)
+    for row in arguments.from_csv or _measured(arguments):
+        results.add(row)
+        print(_line(row), flush=True)
+    if arguments.table1:
+        print(table1.table(results.rows))
+    return 1 if any(row["note"] == "WRONG" for row in results.rows) else 0
+
+
+def _measured(arguments: argparse.Namespace) -> Iterator[Row]:
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     ceiling = _ceiling(device)
-    rows = []
     for size in arguments.grid:
         for method in arguments.methods:
             if arguments.table1 and method == "log-sum-exp" and size.nonterminals > table1.LARGEST_LOG_SUM_EXP:
                 continue
-            row = _measure(method, size, arguments.precision, device, arguments.seconds, ceiling)
-            rows.append(row)
-            print(_line(row), flush=True)
-    if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
-    if arguments.table1:
-        print(table1.table(rows))
-    if arguments.plot:
-        arguments.plot.write_text(draw(rows))
-    return 1 if any(row["note"] == "WRONG" for row in rows) else 0
+            yield _measure(method, size, arguments.precision, device, arguments.seconds, ceiling)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -101,10 +98,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG file")
+    parser.add_argument("--from-csv", type=_rows, metavar="CSV", help="measure nothing: show what was measured")
     arguments = parser.parse_args(argv)
     check_device_and_folders(parser, arguments.device, [arguments.csv, arguments.plot])
     arguments.grid = arguments.grid or _grid(table1.GRID if arguments.table1 else GRID)
     return arguments
+
+
+def _rows(table: str) -> list[Row]:
+    try:
+        return read_rows(Path(table), FIELDS)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def check_device_and_folders(parser: argparse.ArgumentParser, device: str | None, files: list[Path | None]) -> None:
@@ -180,10 +185,8 @@ def _error(method: str, size: Size, precision: str, device: torch.device) -> flo
     return ((ours - truth).abs() / torch.maximum(truth.abs(), torch.tensor(lengths, device=device))).max().item()
 
 
-def _measure(
-    method: str, size: Size, precision: str, device: torch.device, seconds: float, ceiling: float
-) -> dict[str, str | int | float]:
-    row: dict[str, str | int | float] = dict.fromkeys(FIELDS, "")
+def _measure(method: str, size: Size, precision: str, device: torch.device, seconds: float, ceiling: float) -> Row:
+    row: Row = dict.fromkeys(FIELDS, "")
     row |= {"method": method, "precision": precision if method in ("triton", "torch") else "fp32"}
     row |= size._asdict() | machine(device) | {"ceiling_tflops": round(ceiling, 1)}
     try:
@@ -289,12 +292,12 @@ def machine(device: torch.device) -> dict[str, str]:
     return {"device": name, "torch": torch.__version__, "triton": triton_version, "date": date}
 
 
-def _line(row: dict[str, str | int | float]) -> str:
+def _line(row: Row) -> str:
     size = f"{row['nonterminals']:>6} x {row['words']:>3} x {row['sentences']:>3}  {row['method']:<15}"
     if row["note"]:
         return f"{size} {row['note']}"
-    share = f"{100 * float(row['share_of_ceiling']):5.1f} %"
-    return f"{size} {row['p50_ms']:>10} ms  {row['peak_gib']:>7} GiB  {share} of the ceiling  error {row['error']:.1e}"
+    share, error = 100 * float(row["share_of_ceiling"]), float(row["error"])
+    return f"{size} {row['p50_ms']:>10} ms  {row['peak_gib']:>7} GiB  {share:5.1f} % of the ceiling  error {error:.1e}"
 
 
 if __name__ == "__main__":

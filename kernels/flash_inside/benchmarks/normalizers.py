@@ -8,7 +8,6 @@ A size is preterminals x words x dimension. Memory is the peak above the two tab
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_inside.benchmarks.inside import check_device_and_folders, machine, milliseconds
+from flash_inside.benchmarks.results import Results
 from flash_inside.softmax import log_normalizers
 
 GRID = "16384x10000x512,65536x65536x512"
@@ -31,18 +31,13 @@ FIELDS = (
 def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    rows = []
+    results = Results(FIELDS, arguments.csv)
     for size in arguments.grid:
         row = _measure(size, arguments.precision, device, arguments.seconds)
-        rows.append(row)
+        results.add(row)
         shown = row["note"] or f"{row['p50_ms']} ms  {row['peak_gib']} GiB  {row['tflops']} TFLOP/s"
         print("x".join(map(str, size)), arguments.precision, shown, flush=True)
-    if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
-    return 1 if any(row["note"] == "WRONG" for row in rows) else 0
+    return 1 if any(row["note"] == "WRONG" for row in results.rows) else 0
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
