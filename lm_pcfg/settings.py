@@ -159,6 +159,12 @@ class BatchSection(Section):
     accumulate: Count = setting(1, "micro-batches of each rank for one optimizer step")
 
 
+NEED_NETWORKS = (
+    "word_dimension", "emission_temperature", "word_bias", "children",
+    "embedding_dropout", "feature_dropout", "rule_dropout",
+)  # fmt: skip
+
+
 class ModelSection(Section):
     nonterminals: Count = setting(..., "number of nonterminal symbols")
     preterminals: Count = setting(None, "number of preterminal symbols; null: twice the nonterminals")
@@ -169,6 +175,10 @@ class ModelSection(Section):
     emission_temperature: float = setting(1.0, "divides the logits of words given a preterminal", gt=0)
     word_bias: Literal["none", "zipf"] = setting(
         "none", "zipf: one more number a word in its logits, which begins as its frequency by Zipf's law"
+    )
+    children: Literal["plain", "rotated"] = setting(
+        "plain",
+        "rotated: children have embeddings turned by a learnt matrix, so that no symbol begins as its own child",
     )
     parameterization: Literal["paper", "released", "tables"] = setting(
         "paper", "networks of the paper, of its released code, or free logits without networks (small grammars)"
@@ -186,6 +196,9 @@ class ModelSection(Section):
     feature_dropout: Fraction = setting(
         0.0, "fraction of the coordinates dropped at each step just before the softmax over words"
     )
+    rule_dropout: Fraction = setting(
+        0.0, "fraction of the coordinates dropped at each step just before the softmaxes over children"
+    )
 
     @check(mode="before")
     @classmethod
@@ -199,7 +212,7 @@ class ModelSection(Section):
     @check(mode="after")
     def _networks_have_what_is_asked_for(self) -> ModelSection:
         if self.parameterization == "tables":
-            for key in ("word_dimension", "emission_temperature", "word_bias", "embedding_dropout", "feature_dropout"):
+            for key in NEED_NETWORKS:
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} needs networks; use parameterization paper or released")
         return self

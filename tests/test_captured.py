@@ -13,7 +13,7 @@ from lm_pcfg.training.loop import Trainer
 from lm_pcfg.training.micro_batches import accumulate_gradients
 from texts import merged, write_config
 
-DROPOUT = {"state_dropout": 0.2, "embedding_dropout": 0.1, "feature_dropout": 0.2}
+DROPOUT = {"state_dropout": 0.2, "embedding_dropout": 0.1, "feature_dropout": 0.2, "rule_dropout": 0.1}
 CASES = {
     "plain": {},
     "dropout": {"model": DROPOUT},
@@ -23,6 +23,7 @@ CASES = {
     "adamw": {"optimizer": {"name": "adamw", "weight_decay": 0.1, "clip": None}},
     "released": {"model": {"parameterization": "released", "word_dimension": 4, "emission_temperature": 0.7}},
     "tables": {"model": {"parameterization": "tables", "state_dropout": 0.2}},
+    "rotated": {"model": {"children": "rotated", "rule_dropout": 0.2}},
     "nonterminal-root": {"model": {"root": "nonterminals"}},
     "bf16": {"networks": {"precision": "bf16"}},
 }
@@ -159,7 +160,7 @@ def on_gpu(config, *overrides: str) -> tuple[Trainer, list[float]]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("nonterminals", [64, 300, 1040, 2064])  # with fp32 rules; copied; in place; gradients eager
-@pytest.mark.parametrize("case", ["plain", "dropout", "bias-accumulate", "bf16", "tables"])
+@pytest.mark.parametrize("case", ["plain", "dropout", "bias-accumulate", "rotated", "bf16", "tables"])
 def test_graphs_train_as_launches_do(tmp_path, case, nonterminals):
     if case == "tables" and nonterminals > 300:
         pytest.skip("tables are for small grammars")

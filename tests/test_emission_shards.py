@@ -38,6 +38,7 @@ def model_of(parameterization: str = "paper") -> SimplePCFG:
         preterminals=P,
         words=V,
         word_bias=True,
+        rotated_children=True,
         dimension=8,
         parameterization=parameterization,
         symbol_deviation=0.5,
@@ -51,7 +52,7 @@ def subset(dropout: float) -> Kept | None:
 
 def coordinates(dropout: float) -> FeatureDropout:
     """Every process has to drop the same ones."""
-    return FeatureDropout.of_step(dropout / 2, dropout, seed=3, step=7)
+    return FeatureDropout.of_step(dropout / 2, dropout, dropout / 3, seed=3, step=7)
 
 
 def dense_loss(model: SimplePCFG, kept: Kept | None, dropped: FeatureDropout) -> torch.Tensor:
@@ -64,8 +65,8 @@ def dense_loss(model: SimplePCFG, kept: Kept | None, dropped: FeatureDropout) ->
     nonterminals, preterminals = dropped.embeddings(nonterminals, 0), dropped.embeddings(preterminals, 1)
     symbols = torch.cat((nonterminals, preterminals))
     left, right = (
-        torch.softmax(model.parent(nonterminals) @ child(symbols).T, 1)
-        for child in (model.left_child, model.right_child)
+        torch.softmax(dropped.parents(model.parent(nonterminals)) @ child(symbols, rotation(symbols)).T, 1)
+        for child, rotation in ((model.left_child, model.left_rotation), (model.right_child, model.right_rotation))
     )
     root_logits = (
         (root_output @ model.root_network(model.start).T).squeeze(1).split([len(nonterminals), len(preterminals)])

@@ -78,6 +78,19 @@ def test_feature_dropout_changes_the_emission_alone(parameterization):
     torch.testing.assert_close(dropped.emission.log_probabilities(torch.arange(V)), expected)
 
 
+def test_rule_dropout_changes_the_rules_alone():
+    model = make_model(rotated_children=True)
+    dropout = FeatureDropout.of_step(0, 0, 0.4, seed=1, step=1)
+    plain, dropped = model(), grammar_with(model, dropout)
+    torch.testing.assert_close(plain.root, dropped.root)
+    for one, two in zip(plain.emission.tensors, dropped.emission.tensors, strict=True):
+        torch.testing.assert_close(one, two)
+    parents = dropout.parents(model.parent(model.symbols[:N]))
+    assert (parents == 0).any()
+    expected = (parents @ model.left_child(model.symbols, model.left_rotation(model.symbols)).T).softmax(1)
+    torch.testing.assert_close(dropped.left, expected)
+
+
 def test_embedding_dropout_is_a_grammar_of_other_embeddings():
     model = make_model()
     dropout = FeatureDropout.of_step(0.4, 0, seed=1, step=1)
@@ -94,6 +107,20 @@ def test_embedding_dropout_is_a_grammar_of_other_embeddings():
     pairs = zip((*plain.rules, *plain.emission.tensors), (*dropped.rules, *dropped.emission.tensors), strict=True)
     for one, two in pairs:
         torch.testing.assert_close(one, two)
+
+
+def test_rotated_children_leave_the_other_weights_as_they_begin_and_no_symbol_its_own_child():
+    sizes = {"nonterminals": 50, "preterminals": 100, "words": V, "dimension": 256, "symbol_deviation": 0.2}
+    plain, rotated = SimplePCFG(**sizes), SimplePCFG(**sizes, rotated_children=True)
+    weights = dict(rotated.named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(weights[name], parameter), name
+    for matrix in (rotated.left_rotation.weight, rotated.right_rotation.weight):
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(256), rtol=0, atol=1e-5)
+    assert not torch.equal(rotated.left_rotation.weight, rotated.right_rotation.weight)
+    own = [grammar.left.diagonal().mean().item() for grammar in (plain(), rotated())]
+    assert own[0] > 0.9
+    assert own[1] < 0.02  # 1 of 150 if all were alike
 
 
 def test_no_dropout_is_the_same_tensor():
@@ -128,10 +155,10 @@ def test_a_bias_adds_to_the_logits_of_words_and_begins_as_zipfs_law():
     torch.testing.assert_close(model().left, plain().left)
 
 
-@pytest.mark.parametrize("word_bias", [False, True])
-def test_gradients_gathered_on_the_grammar_equal_plain_autograd(word_bias):
-    model = make_model(word_dimension=4, emission_temperature=0.8, word_bias=word_bias)
-    how = Computation("fp64", dropout=FeatureDropout.of_step(0.2, 0.3, seed=1, step=2))
+@pytest.mark.parametrize("more", [False, True])
+def test_gradients_gathered_on_the_grammar_equal_plain_autograd(more):
+    model = make_model(word_dimension=4, emission_temperature=0.8, word_bias=more, rotated_children=more)
+    how = Computation("fp64", dropout=FeatureDropout.of_step(0.2, 0.3, 0.1, seed=1, step=2))
     kept = draw_kept(N, P, 0.3, seed=1, step=2)
     batches = [(torch.tensor([1, 4, 4, 0]), [3, 1]), (torch.tensor([2, 3, 5]), [3])]
     grammar = model(kept, how)

@@ -141,7 +141,7 @@ def test_checks_across_keys(config: Path) -> None:
     assert "data: curriculum.start 50 should not be above max_length 40" in error_of(config, "data.curriculum.start=50")
     assert load_settings(config, ["data.curriculum.start=50", "data.max_length=60"]).data.curriculum.start == 50
     assert "cannot be standard input" in error_of(config, "data.train=-")
-    for option in ("word_dimension=8", "emission_temperature=2", "embedding_dropout=0.1", "feature_dropout=0.1"):
+    for option in ("word_dimension=8", "emission_temperature=2", "embedding_dropout=0.1", "children=rotated"):
         message = error_of(config, "model.parameterization=tables", f"model.{option}")
         assert f"model: {option.split('=')[0]} needs networks" in message
 

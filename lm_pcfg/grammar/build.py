@@ -30,6 +30,7 @@ def build_model(model: ModelSection, words: int, seed: int) -> nn.Module:
         word_dimension=model.word_dimension,
         emission_temperature=model.emission_temperature,
         word_bias=model.word_bias == "zipf",
+        rotated_children=model.children == "rotated",
         parameterization=model.parameterization,
         root_over=model.root,
         init="xavier_normal" if init.scheme == "normal" else init.scheme,

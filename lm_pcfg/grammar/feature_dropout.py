@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-STREAMS = 3  # nonterminals, preterminals, features: each has choices of its own
+STREAMS = 4  # nonterminals, preterminals, features, parents: each has choices of its own
 _LOW_32_BITS = 0xFFFFFFFF
 
 
@@ -21,12 +21,19 @@ class FeatureDropout(NamedTuple):
 
     embedding_rate: float = 0.0  # of symbol embeddings, before the networks
     feature_rate: float = 0.0  # of the preterminals' features, before the softmax over words
+    rule_rate: float = 0.0  # of the parents' features, before the softmaxes over children
     keys: Tensor = torch.zeros(STREAMS, 2, dtype=torch.int64)  # that the choices follow from, on any device
 
     @classmethod
-    def of_step(cls, embedding_rate: float, feature_rate: float, *, seed: int, step: int) -> FeatureDropout:
+    def of_step(
+        cls, embedding_rate: float, feature_rate: float, rule_rate: float = 0.0, *, seed: int, step: int
+    ) -> FeatureDropout:
         keys = [np.random.SeedSequence([seed, step, stream, 0xFEA7]).generate_state(2) for stream in range(STREAMS)]
-        return cls(embedding_rate, feature_rate, torch.from_numpy(np.array(keys, dtype=np.int64)))
+        return cls(embedding_rate, feature_rate, rule_rate, torch.from_numpy(np.array(keys, dtype=np.int64)))
+
+    @property
+    def drops(self) -> bool:
+        return any((self.embedding_rate, self.feature_rate, self.rule_rate))
 
     def embeddings(self, x: Tensor, kind: int) -> Tensor:
         """kind: 0 for nonterminals, 1 for preterminals."""
@@ -34,6 +41,9 @@ class FeatureDropout(NamedTuple):
 
     def features(self, x: Tensor) -> Tensor:
         return self._drop(x, self.feature_rate, 2)
+
+    def parents(self, x: Tensor) -> Tensor:
+        return self._drop(x, self.rule_rate, 3)
 
     def _drop(self, x: Tensor, rate: float, stream: int) -> Tensor:
         """What is kept grows by 1 / (1 - rate), so that the expectation stays."""

@@ -19,14 +19,21 @@ class ResidualPair(nn.Module):
 
 
 class ResidualLayer(nn.Module):
-    """relu(W x + b) + x"""
+    """relu(W x + b) + x, or + another tensor instead of x"""
 
     def __init__(self, dimension: int):
         super().__init__()
         self.linear = nn.Linear(dimension, dimension)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.linear(x)) + x
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        return torch.relu(self.linear(x)) + (x if skip is None else skip)
+
+
+def rotation(dimension: int, generator: torch.Generator) -> nn.Linear:
+    """A matrix that begins as a random rotation (or reflection)."""
+    linear = nn.Linear(dimension, dimension, bias=False)
+    nn.init.orthogonal_(linear.weight, generator=generator)
+    return linear
 
 
 def residual_network(dimension: int, pairs: int) -> nn.Sequential:

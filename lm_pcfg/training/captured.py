@@ -74,7 +74,7 @@ class CapturedNetworks:
         """Of this step: the same tensors every time, with new values and no gradients."""
         if kept is not None and self.kept is not None:
             _send(kept, self.kept)
-        if any(dropout[:2]):
+        if dropout.drops:
             _send([dropout.keys], [self.dropout.keys])
         for leaf in self.leaves.tensors:
             leaf.grad = None

@@ -112,6 +112,7 @@ def parameters(model: ModelSection, words: int) -> int:
     layer = d * d + d
     tables = d + (symbols + words) * d + 3 * layer  # start, symbols and words; left child, right child, parent
     tables += (model.root == "all") + (words if model.word_bias == "zipf" else 0)
+    tables += 2 * d * d if model.children == "rotated" else 0
     if model.parameterization == "released":
         return tables + 7 * layer
     return tables + 2 * 5 * layer + roots * d

@@ -149,7 +149,8 @@ class Steps:
         model, seed, step = self.settings.model, self.settings.seed, self.position.step
         rate = state_dropout_rate(model, step, self.total_steps)
         kept = draw_kept(model.nonterminals, model.preterminals, rate, seed=seed, step=step)
-        return kept, FeatureDropout.of_step(model.embedding_dropout, model.feature_dropout, seed=seed, step=step)
+        rates = model.embedding_dropout, model.feature_dropout, model.rule_dropout
+        return kept, FeatureDropout.of_step(*rates, seed=seed, step=step)
 
     def _grammar(self, kept: Kept | None, dropout: FeatureDropout, model: Model | None = None) -> Grammar:
         """All processes take part, unless it is computed by the model itself instead of what the engine made of it."""
