@@ -35,7 +35,7 @@ class SimplePCFG(nn.Module):
 
     Ours, off by default:
     - rotated_children: f2 and f4 are relu(W x + b) + R x, each with a matrix R that begins as a random rotation;
-      without, E_A . E_A is by far the largest of the E_B . E_A as soon as embeddings are larger than Xavier's: of deviation
+      without, E_A . E_A is by far the largest of the E_B . E_A once embeddings are larger than Xavier's: of deviation
       0.15, N 2048, every symbol begins as its own left and its own right child with probability 0.90, and what is never
       used stays so; and left and right begin almost alike (log probabilities correlate by 0.83).
     - word_dimension: u_w = W' v_w with a smaller table v (computed as (W'^T f5) . v_w, which is cheaper).
