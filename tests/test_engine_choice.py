@@ -61,6 +61,8 @@ def test_one_process_says_so(tmp_path):
             "grad_accum_dtype: fp16 would",
         ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param is not supported"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload is not supported"),
+        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "round_robin_gradients is not supported"),
     ],
 )
 def test_deepspeed_settings_that_would_change_the_result_are_refused(tmp_path, config, message):

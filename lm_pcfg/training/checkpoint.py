@@ -240,8 +240,8 @@ def find_resumable(run_folder: Path, warn: Callable[[str], None]) -> Path | None
             return folder
     if checkpoints:
         raise CheckpointError(
-            f"none of the {len(checkpoints)} checkpoints in {run_folder / 'checkpoints'} is whole; bring one back from a "
-            "copy, or start over with another name=..."
+            f"none of the {len(checkpoints)} checkpoints in {run_folder / 'checkpoints'} is whole; bring one back from "
+            "a copy, or start over with another name=..."
         )
     return None
 
