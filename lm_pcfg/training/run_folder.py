@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from lm_pcfg.corpus.vocabularies import AnyVocabulary, load_vocabulary
+from lm_pcfg.corpus.vocabulary import replace_file
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
@@ -131,7 +132,7 @@ class RunFolder:
             if source is not None and checkpoint.run_folder_of(source) != self.path.resolve():
                 (self.path / "started_from").write_text(f"{source.resolve()}\n", encoding="utf-8")
             vocabulary.save(self.path / "vocab")
-            (self.path / "config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
+            replace_file(self.path / "config.yaml", dump_yaml(settings).encode())  # checkpoints need it to be opened
             (self.path / "FINISHED").unlink(missing_ok=True)
 
     def load_vocabulary(self, from_checkpoint: Path) -> AnyVocabulary:
