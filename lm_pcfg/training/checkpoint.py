@@ -230,6 +230,11 @@ def find_resumable(run_folder: Path, warn: Callable[[str], None]) -> Path | None
     if (run_folder / "checkpoints").is_dir():
         with contextlib.suppress(OSError):  # tidying is save's duty; a folder that cannot be written can still be read
             durable.remove_leftovers(run_folder / "checkpoints")
+    return newest_whole(run_folder, warn)
+
+
+def newest_whole(run_folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """As find_resumable, of a run that may be another training's: nothing is tidied up."""
     checkpoints = list_checkpoints(run_folder)
     for folder in reversed(checkpoints):
         try:
