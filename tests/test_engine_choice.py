@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from lm_pcfg.errors import FailedElsewhere, UserError
+from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training.collectives import Collectives, telling_lost_contact
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.run_folder import choose_start
+from lm_pcfg.training.stop_signals import StopSignals
 from lm_pcfg.training.throughput import Throughput
+from lm_pcfg.training.word_of_stop import WordOfStop
 from lm_pcfg.training.zero_config import configure
 from texts import write_config
 
@@ -61,6 +64,8 @@ def test_one_process_says_so(tmp_path):
             "grad_accum_dtype: fp16 would",
         ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param is not supported"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload is not supported"),
+        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "round_robin_gradients is not supported"),
     ],
 )
 def test_deepspeed_settings_that_would_change_the_result_are_refused(tmp_path, config, message):
@@ -114,6 +119,21 @@ def test_a_failure_of_the_main_process_ends_the_others_quietly():
 def test_other_errors_are_not_taken_for_lost_contact():
     with pytest.raises(RuntimeError, match="a bug"), telling_lost_contact():
         raise RuntimeError("a bug: Connection reset by peer")  # one process has no others to lose
+
+
+def test_a_store_that_died_with_its_launcher(monkeypatch):
+    """Work that each process does alone is left, so that all come to save; anything else is one line."""
+    error = torch.distributed.DistNetworkError("Failed to recv, got 0 bytes. Did the remote server shutdown or crash?")
+
+    class Dead:
+        def check(self, keys):
+            raise error
+
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", Dead)
+    assert WordOfStop(StopSignals(), TwoProcesses(0)).heard()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LostContact, match="Failed to recv"), telling_lost_contact():
+        Dead().check([])
 
 
 def test_throughput_of_two_processes():

@@ -74,14 +74,14 @@ def start_ranks(config: Path, log: Path, world_size: int, program: str | None = 
 
 def test_a_frozen_rank_is_given_up_after_the_time_limit(tmp_path):
     """Frozen as a hanging network or disk would freeze it: its connections stay open."""
-    config = write_config(tmp_path, engine={"timeout_seconds": 6}, **ENDLESS)
+    config = write_config(tmp_path, engine={"timeout_seconds": 7}, **ENDLESS)
     ranks = start_ranks(config, tmp_path / "log", 2)
     try:
         wait_until(lambda: len(saved(tmp_path)) >= 2, 120, what="two checkpoints")
         os.kill(ranks[1].pid, signal.SIGSTOP)
         frozen_at = time.monotonic()
         assert ranks[0].wait(timeout=60) == 1
-        assert time.monotonic() - frozen_at < 6 + 30
+        assert time.monotonic() - frozen_at < 7 + 30
     finally:
         for process in ranks:
             process.kill()
@@ -89,6 +89,21 @@ def test_a_frozen_rank_is_given_up_after_the_time_limit(tmp_path):
     (error,) = [line for line in (tmp_path / "log").read_text().splitlines() if "lm_pcfg: error" in line]
     assert "rank 0: another process is gone or does not answer" in error
     assert "Timed out" in error
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("zero_stage", [None, 2])
+def test_a_job_with_a_frozen_rank_is_gone_30_seconds_after_the_time_limit(tmp_path, zero_stage):
+    """With its launcher, which kills what does not react only after 30 s."""
+    config = write_config(tmp_path, engine={"timeout_seconds": 60}, **ENDLESS)
+    command = launch_command(2, "--config", str(config), zero_stage=zero_stage)
+    with launched(command, tmp_path / "log") as launcher:
+        ranks = run_until_saved(launcher, tmp_path, 2)
+        os.kill(ranks[1], signal.SIGSTOP)
+        frozen_at = time.monotonic()
+        assert launcher.wait(timeout=120) == 1
+        assert time.monotonic() - frozen_at < 60 + 30
+        assert all_gone(ranks)
 
 
 FAILING = """

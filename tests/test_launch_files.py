@@ -68,6 +68,30 @@ def test_overrides_that_cannot_be_taken_apart_are_named(tmp_path):
     assert "error: OVERRIDES cannot be taken apart: name='half" in result.stderr
 
 
+def test_a_warning_that_comes_while_srun_starts_is_repeated(tmp_path):
+    """srun is deaf for a moment then; a warning lost would cost the job its requeue."""
+    programs = {
+        "accelerate": "",
+        "scontrol": "case $1 in show) echo JobState=RUNNING ;; requeue) echo requeued $2 ;; esac",
+        # The first signal is lost, the second one ends it as it would the workers.
+        "srun": "trap 'trap \"exit 0\" USR1' USR1; kill -USR1 $PPID; for _ in {1..200}; do sleep 0.1; done",
+    }
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    script = (
+        f'repository={LAUNCH.parent}; source "$repository/launch/slurm/job.sh"; '
+        f"resolved() {{ echo '{tmp_path}/run'; }}; train_job ddp"
+    )
+    variables = {"VENV": str(tmp_path), "CONFIG": "any.yaml", "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
+    variables |= {"SLURM_JOB_NODELIST": "here", "PATH": os.environ["PATH"]}
+    result = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=30)
+    assert result.stdout == "requeued 1\n", result.stderr
+    assert "early warning: the workers are to save and stop" in result.stderr
+    assert "not finished (status 0)" in result.stderr
+
+
 def split_by_job_script(folder: Path, overrides: str | None) -> subprocess.CompletedProcess:
     """What job.sh makes of OVERRIDES, where there is an `accelerate` and nothing of SLURM."""
     accelerate = folder / "bin" / "accelerate"

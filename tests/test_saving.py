@@ -151,6 +151,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
     assert {path.name: path.read_bytes() for path in newest.glob("*.safetensors")} == whole
 
 
+def test_a_damaged_checkpoint_takes_no_whole_ones_place(tmp_path):
+    """Resumed before it, the run ends or is stopped at an earlier step than the damaged one's."""
+    folder = run(tmp_path, "training.max_steps=6", "checkpoint.every_steps=3", "data.valid=null")
+    os.truncate(checkpoint.latest(folder) / "model.safetensors", 100)
+    other = run(tmp_path, "training.max_steps=4", "data.valid=null", f"resume={folder}", "name=other")
+    assert (other / "started_from").read_text().endswith("small/checkpoints/step-00000003\n")
+    run(tmp_path, "training.max_steps=5", "data.valid=null", "resume=auto", "checkpoint.keep_last=1")
+    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(folder)] == [5, 6]
+    run(tmp_path, "training.max_steps=7", "data.valid=null", f"resume={folder}", "checkpoint.keep_last=1")
+    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(folder)] == [7]
+
+
 # ---- file systems ---------------------------------------------------------------------------------------------------
 
 

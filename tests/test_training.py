@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lm_pcfg.grammar.boundary import Grammar
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training import checkpoint, evaluation, loop, steps, tracking
 from lm_pcfg.training.engine import Engine
+from lm_pcfg.training.learner import Learner
 from lm_pcfg.training.metrics_file import read_metrics
 from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor
 from texts import write_config, write_text
@@ -118,6 +120,15 @@ def test_resume_from_a_path_starts_a_run_of_its_own_and_leaves_the_other_alone(t
     assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
     one, other = (load_file(checkpoint.latest(folder) / "model.safetensors") for folder in (first, second))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_settings_of_a_run_are_replaced_not_overwritten(tmp_path):
+    """A kill, or a disk that is full, in the middle must not leave half of what checkpoints need to be opened."""
+    folder = run(tmp_path, "training.max_steps=2")
+    before = (folder / "config.yaml").read_bytes()
+    os.link(folder / "config.yaml", tmp_path / "old")
+    run(tmp_path, "training.max_steps=3", "resume=auto")
+    assert (folder / "config.yaml").read_bytes() != before == (tmp_path / "old").read_bytes()
 
 
 def test_a_run_started_from_another_has_its_own_best(tmp_path):
@@ -306,6 +317,21 @@ def test_reading_late_changes_nothing_but_when_it_is_known(tmp_path, monkeypatch
     assert any(line.get("train/skipped") == 3 for line in lines[0])
     for one, other in zip(*weights, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_time_of_an_update_read_late_is_counted(tmp_path, monkeypatch):
+    read_late(monkeypatch, True)
+    original = Learner.reader
+
+    def slow_device(*arguments):
+        read = original(*arguments)
+        return lambda: time.sleep(0.05) or read()
+
+    monkeypatch.setattr(Learner, "reader", staticmethod(slow_device))
+    folder = run(tmp_path, "training.max_steps=3", "training.log_every=1", "data.valid=null")
+    for line in read_metrics(folder / "metrics.jsonl"):
+        assert line["time/compute"] >= 0.05
+        assert line["train/seconds"] >= 0.05
 
 
 def break_steps(monkeypatch, broken) -> None:

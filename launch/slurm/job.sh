@@ -20,14 +20,10 @@ fail() {
 }
 
 # SLURM's early warning. Bash runs a trap between two commands only: whatever takes long is in the background.
-srun=
 warned=
 warning() {
   say "early warning: the workers are to save and stop"
   warned=yes
-  if [ -n "$srun" ]; then
-    kill -USR1 "$srun"
-  fi
 }
 trap warning USR1
 trap 'say "SIGTERM: SLURM tells the workers to save and stop"' TERM # it signals the steps as well
@@ -95,17 +91,19 @@ train_job() {
   if [ -z "$warned" ]; then
     srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 "${cpus[@]}" --kill-on-bad-exit=1 --wait=600 \
       --cpu-bind=none --mpi=none --export=ALL bash "$repository/launch/slurm/node.sh" --config "$CONFIG" "${settings[@]}" &
-    srun=$!
-    if [ -n "$warned" ]; then # in between
-      kill -USR1 "$srun"
-    fi
+    local srun=$!
     while kill -0 "$srun" 2>/dev/null; do
-      wait "$srun" # a trap ends this early
+      if [ -z "$warned" ]; then
+        wait "$srun" # a trap ends this early
+      else # again and again: an srun that is still starting does not pass it on
+        kill -USR1 "$srun" 2>/dev/null
+        sleep 2 &
+        wait $!
+      fi
     done
     trap '' USR1 # a late warning must not take the place of the status
     wait "$srun"
     status=$?
-    srun=
   fi
   end_or_requeue "$status"
 }

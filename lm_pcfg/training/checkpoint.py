@@ -230,6 +230,11 @@ def find_resumable(run_folder: Path, warn: Callable[[str], None]) -> Path | None
     if (run_folder / "checkpoints").is_dir():
         with contextlib.suppress(OSError):  # tidying is save's duty; a folder that cannot be written can still be read
             durable.remove_leftovers(run_folder / "checkpoints")
+    return newest_whole(run_folder, warn)
+
+
+def newest_whole(run_folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """As find_resumable, of a run that may be another training's: nothing is tidied up."""
     checkpoints = list_checkpoints(run_folder)
     for folder in reversed(checkpoints):
         try:
@@ -239,7 +244,10 @@ def find_resumable(run_folder: Path, warn: Callable[[str], None]) -> Path | None
         else:
             return folder
     if checkpoints:
-        raise CheckpointError(f"none of the {len(checkpoints)} checkpoints in {run_folder / 'checkpoints'} is whole")
+        raise CheckpointError(
+            f"none of the {len(checkpoints)} checkpoints in {run_folder / 'checkpoints'} is whole; bring one back from "
+            "a copy, or start over with another name=..."
+        )
     return None
 
 
@@ -271,11 +279,16 @@ def best(run_folder: Path) -> Path | None:
     return link if link.is_dir() else None
 
 
-def prune(run_folder: Path, keep_last: int, keep: Iterable[Path] = ()) -> None:
-    """Delete all but the newest `keep_last` checkpoints, the best one and those in `keep`."""
+def prune(run_folder: Path, keep_last: int, keep: Iterable[Path] = (), upto: int | None = None) -> None:
+    """Delete all but the newest `keep_last` checkpoints, the best one and those in `keep`.
+
+    upto: the step a run has come to. Those of later steps are damaged ones, which it passed over when it was resumed:
+    they stay, and take no whole one's place.
+    """
     best_one = best(run_folder)
     protected = {folder.resolve() for folder in [*keep, *([best_one] if best_one else [])]}
-    old_ones = list_checkpoints(run_folder)[: -keep_last if keep_last > 0 else None]
+    own = [folder for folder in list_checkpoints(run_folder) if upto is None or step_of(folder) <= upto]
+    old_ones = own[: -keep_last if keep_last > 0 else None]
     for folder in old_ones:
         if folder.resolve() not in protected:
             try:

@@ -94,7 +94,8 @@ def telling_lost_contact() -> Iterator[None]:
         yield
     except (RuntimeError, OSError) as error:
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # also before they have met
-        if not several or isinstance(error, torch.OutOfMemoryError) or not _LOST.search(str(error)):
+        lost = isinstance(error, torch.distributed.DistError) or _LOST.search(str(error))
+        if not several or isinstance(error, torch.OutOfMemoryError) or not lost:
             raise
         reason = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split())).split(". This ")[0][:200]
         raise LostContact(f"another process is gone or does not answer, look for its error ({reason})") from error

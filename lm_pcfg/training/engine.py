@@ -166,8 +166,11 @@ def _backend(settings: Settings, on_cpu: bool) -> str:
 
 
 def _patience(settings: Settings) -> timedelta:
-    """Of a collective: somewhat less than asked for, as torchrun takes 30 s and more to kill what does not react."""
-    return timedelta(seconds=0.9 * settings.engine.timeout_seconds)
+    """Of a collective: somewhat less than asked for, as a job is to be gone 30 s after it.
+
+    torchrun alone leaves a worker that does not react 30 s; before, this process takes 2 to 8 s to say why, and to end.
+    """
+    return timedelta(seconds=0.8 * settings.engine.timeout_seconds)
 
 
 def _meet_the_others(settings: Settings, on_cpu: bool) -> None:

@@ -206,7 +206,9 @@ class Trainer(Steps):
 
     def _log_window(self, epoch: int) -> str:
         """Write the sums since the last time; what the progress line shows."""
-        self.settle()
+        began = time.perf_counter()
+        self.settle()  # the last update may still be at work: that time is the step's
+        self.throughput.total += time.perf_counter() - began
         self._take_time()
         window, seconds = self.position.window, self.position.window.seconds
         speeds = self.throughput.metrics(self.engine)

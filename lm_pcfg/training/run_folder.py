@@ -12,7 +12,9 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import IO
 
+from lm_pcfg.console import warn
 from lm_pcfg.corpus.vocabularies import AnyVocabulary, load_vocabulary
+from lm_pcfg.corpus.vocabulary import replace_file
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
@@ -39,7 +41,7 @@ class Start:
 def choose_start(settings: Settings) -> Start:
     """resume: false - a new run, beside an older one of the same name as name-2, name-3 ...;
     auto - continue the run of this name if it has a checkpoint; PATH - continue from that checkpoint, in its own run
-    if it is the newest there, else as a new run.
+    if it is the newest there, else as a new run. Of a run folder the newest whole one, not the best.
     """
     folder = Path(settings.runs_folder) / settings.name
     if settings.resume != "auto" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
@@ -52,8 +54,10 @@ def choose_start(settings: Settings) -> Start:
     if settings.resume is False:
         return Start(_unused(folder))
     given = Path(str(settings.resume))
-    if (newest := checkpoint.latest(given)) is not None:  # a run folder: where it stopped, not its best
-        given = newest
+    if checkpoint.latest(given) is not None:  # a run folder
+        if given.resolve() == folder.resolve():
+            return Start(folder, continued=True)
+        given = checkpoint.newest_whole(given, warn) or given
     source_run, source = checkpoint.resolve_checkpoint(given, Path(settings.runs_folder), named_by="resume=PATH")
     checkpoint.verify(source)
     newest = checkpoint.latest(source_run)
@@ -131,7 +135,7 @@ class RunFolder:
             if source is not None and checkpoint.run_folder_of(source) != self.path.resolve():
                 (self.path / "started_from").write_text(f"{source.resolve()}\n", encoding="utf-8")
             vocabulary.save(self.path / "vocab")
-            (self.path / "config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
+            replace_file(self.path / "config.yaml", dump_yaml(settings).encode())  # checkpoints need it to be opened
             (self.path / "FINISHED").unlink(missing_ok=True)
 
     def load_vocabulary(self, from_checkpoint: Path) -> AnyVocabulary:

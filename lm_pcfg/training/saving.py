@@ -54,7 +54,7 @@ class Saver:
                 checkpoint.point_best(self.run_folder, saved)
             there = checkpoint.list_checkpoints(self.run_folder)
             best = [folder for folder in there if checkpoint.step_of(folder) in best_steps]
-            checkpoint.prune(self.run_folder, self.keep_last, keep=best)
+            checkpoint.prune(self.run_folder, self.keep_last, keep=best, upto=state["step"])
         except BaseException as error:  # a bug, too, has to reach the main thread
             self._failure = error
 

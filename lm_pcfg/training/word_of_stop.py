@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from torch.distributed import distributed_c10d
+from torch.distributed import DistError, distributed_c10d
 
 from lm_pcfg.training.collectives import Collectives
 from lm_pcfg.training.stop_signals import StopSignals
@@ -27,7 +27,17 @@ class WordOfStop:
         self._next_look = 0.0
 
     def heard(self) -> bool:
-        """Whether this process was asked to stop, or one of the others a second ago."""
+        """Whether this process was asked to stop, or one of the others a second ago.
+
+        The store may be a launcher's, and die with it; that launcher's workers are then asked to stop. So whoever does
+        not reach it leaves its work as well, and all save together.
+        """
+        try:
+            return self._heard()
+        except DistError:
+            return True
+
+    def _heard(self) -> bool:
         if self._stop.received is not None:
             if self._store is not None:
                 self._store.set(self._key, self._stop.received)

@@ -8,13 +8,17 @@ from typing import Any
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import OptimizerSection
 
-# What splits weights otherwise than over all processes, or rounds them; and the values that switch it off.
+# What splits weights otherwise than over all processes, or rounds them; and the values that switch it off. With the
+# last one DeepSpeed's map of its parts is wrong: checkpoints would have other parameters' moments.
 _UNSUPPORTED: dict[str, Any] = {
     "mics_shard_size": -1,
     "zero_hpz_partition_size": 1,
     "zero_quantized_weights": False,
     "zero_quantized_nontrainable_weights": False,
     "zero_quantized_gradients": False,
+    "cpu_offload": False,
+    "cpu_offload_param": False,
+    "round_robin_gradients": False,
 }
 
 
