@@ -80,6 +80,13 @@ def test_deepspeed_is_told_what_the_loop_decides(tmp_path):
     assert (config["gradient_clipping"], config["gradient_accumulation_steps"]) == (0.0, 1)
 
 
+def test_null_in_deepspeeds_settings_is_as_if_it_were_not_there(tmp_path):
+    zero = {"stage": 2, "offload_optimizer": None, "round_robin_gradients": None}
+    config = {"bf16": None, "optimizer": None, "zero_optimization": zero}
+    configure(config, load_settings(write_config(tmp_path), []).optimizer)
+    assert zero == {"stage": 2}
+
+
 def test_workers_that_a_launcher_restarts_go_on_with_their_own_run(tmp_path, monkeypatch):
     from lm_pcfg.training import loop
 

@@ -24,6 +24,9 @@ _UNSUPPORTED: dict[str, Any] = {
 
 def configure(config: dict[str, Any], settings: OptimizerSection) -> None:
     """Set in DeepSpeed's configuration what this loop decides; refuse what it cannot do."""
+    for section in (config, config.get("zero_optimization") or {}):
+        for key in [key for key, value in section.items() if value is None]:
+            del section[key]  # null is what DeepSpeed does without the key
     zero = config.get("zero_optimization", {})
     for name in ("fp16", "bf16", "torch_autocast", "amp"):
         if config.get(name, {}).get("enabled") is True:
@@ -36,13 +39,13 @@ def configure(config: dict[str, Any], settings: OptimizerSection) -> None:
         if kind not in (None, "fp32"):
             raise UserError(f"DeepSpeed's {name}: {kind} would round the gradients; remove it from its settings (fp32)")
     for name in ("offload_optimizer", "offload_param"):
-        if zero.get(name, {}).get("device", "none") not in ("none", None):
+        if zero.get(name, {}).get("device") not in ("none", None):
             raise UserError(f"DeepSpeed's {name} is not supported: these models are small; remove it from its settings")
     for name in ("optimizer", "scheduler"):
         if name in config:
             raise UserError(f"DeepSpeed's {name} is set by the settings of this run; remove it there")
     for name, off in _UNSUPPORTED.items():
-        if zero.get(name, off) not in (off, None):
+        if zero.get(name, off) != off:
             raise UserError(f"DeepSpeed's {name} is not supported; remove it from DeepSpeed's settings")
     if zero.get("stage", 0) not in (1, 2, 3):
         raise UserError("DeepSpeed without ZeRO does what DDP does; launch without it, or with --zero_stage 1, 2 or 3")
