@@ -34,6 +34,14 @@ def bench_extremes(context: typer.Context) -> None:
     raise typer.Exit(extremes.main(context.args))
 
 
+@bench.command(name="viterbi", context_settings=_PASSED_ON)
+def bench_viterbi(context: typer.Context) -> None:
+    """Time the best trees, checked against fp64 first (--help shows its options)."""
+    from flash_inside.benchmarks import viterbi
+
+    raise typer.Exit(viterbi.main(context.args))
+
+
 @bench.command(name="emission", context_settings=_PASSED_ON)
 def bench_emission(context: typer.Context) -> None:
     """Time the emission's normalisers, checked against fp64 first (--help shows its options)."""

@@ -245,6 +245,9 @@ class ScheduleSection(Section):
 class OptimizerSection(Section):
     name: Literal["adam", "adamw"] = setting("adam", "adamw decouples weight decay from the gradient")
     learning_rate: float = setting(2e-3, "highest learning rate", gt=0)
+    network_rate: float = setting(
+        1.0, "factor of the learning rate for the networks' layers; embeddings have the rate itself", gt=0
+    )
     betas: list[Fraction] = setting([0.75, 0.999], "Adam's decay of both moments", min_length=2, max_length=2)
     eps: float = setting(1e-8, "Adam's epsilon, on the scale of loss.normalise", gt=0)
     weight_decay: float = setting(0.0, "with adam a penalty in the gradient, with adamw decoupled", ge=0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flash_inside
-from flash_inside.benchmarks import baselines, extremes, inside, lengths, normalizers
+from flash_inside.benchmarks import baselines, extremes, inside, lengths, normalizers, viterbi
 from grammars import random_emissions, random_rules
 
 
@@ -115,3 +115,29 @@ def test_extremes(monkeypatch, capsys):
     monkeypatch.setitem(extremes.TOLERANCE, "fp32", (0.0, 0.0))
     assert extremes.main(arguments) == 1
     assert " 3 wrong, 0 not finite" in capsys.readouterr().out
+
+
+def test_viterbi(monkeypatch, capsys):
+    arguments = ["--grid", "6x5x2,7x2x1", "--repeats", "1", "--device", "cpu"]
+    assert viterbi.main(arguments) == 0
+    assert [line.split()[::2] for line in capsys.readouterr().out.splitlines()] == [["6x5x2", "ms"], ["7x2x1", "ms"]]
+    monkeypatch.setattr(viterbi, "TOLERANCE", -1.0)
+    assert viterbi.main(arguments) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("spans", "valid"),
+    [
+        ([(0, 1)], True),
+        ([(0, 2), (0, 1), (1, 2)], True),
+        ([(0, 3), (0, 1), (1, 3), (1, 2), (2, 3)], True),
+        ([(0, 3), (0, 2), (0, 1), (1, 2), (2, 3)], True),
+        ([(0, 3), (0, 2), (0, 1), (1, 2)], False),
+        ([(0, 3), (0, 1), (1, 2), (2, 3)], False),
+        ([(0, 2), (0, 1), (1, 2), (1, 2)], False),
+        ([(0, 1), (1, 2)], False),
+    ],
+)
+def test_what_a_binary_tree_is(spans, valid):
+    assert viterbi.is_binary_tree(spans, max(end for _, end in spans)) is valid

@@ -39,7 +39,7 @@ class Learner:
     def __init__(self, model: nn.Module, settings: OptimizerSection, engine: Engine):
         self.plain_model, self.engine, self.clip = model, engine, settings.clip
         self.parameters: dict[str, Any] = dict(model.named_parameters())
-        self.optimizer: Any = make_optimizer(self.parameters.values(), settings)
+        self.optimizer: Any = make_optimizer(model, settings)
         # `model` is what the engine wraps: gradients are averaged over the processes there.
         self.model: Any
         self.model, self.optimizer = engine.accelerator.prepare(model, self.optimizer)
@@ -130,10 +130,11 @@ class Learner:
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
+            rate = learning_rate * group["rate_factor"]
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(learning_rate)
+                group["lr"].fill_(rate)
             else:
-                group["lr"] = learning_rate
+                group["lr"] = rate
 
     # ---- weights and optimizer state --------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,18 @@ from torch import Tensor, nn
 from lm_pcfg.settings import ModelSection, OptimizerSection, ScheduleSection
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSection) -> torch.optim.Optimizer:
-    parameters = list(parameters)
+def make_optimizer(model: nn.Module, settings: OptimizerSection) -> torch.optim.Optimizer:
+    """One group of parameters, or two where the networks' layers learn at another rate than the embeddings."""
+    layers = {p for module in model.modules() if isinstance(module, nn.Linear) for p in module.parameters()}
+    parameters = list(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": parameters, "rate_factor": 1.0}]
+    if layers and settings.network_rate != 1.0:
+        groups[0]["params"] = [p for p in parameters if p not in layers]
+        groups.append({"params": [p for p in parameters if p in layers], "rate_factor": settings.network_rate})
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.name]
     beta1, beta2 = settings.betas
     return kind(
-        parameters,
+        groups,
         lr=settings.learning_rate,
         betas=(beta1, beta2),
         eps=settings.eps,

@@ -2,9 +2,10 @@
 
     python -m flash_inside.benchmarks.extremes --batches 10000 --deviation 30
 
-Every batch has a grammar of its own, logits of the given standard deviation, and sentences of 2 to 16 words. Log Z and
-all gradients, as expected counts, are compared with fp64 on the same tensors; exit status 1 if anything is wrong. Left
-out are rules that are needed at a probability whose inverse no fp32 number holds (their gradient is the largest).
+Every batch has a grammar of its own, logits of the given standard deviation, and sentences of 2 to --longest words.
+Log Z and all gradients, as expected counts, are compared with fp64 on the same tensors (for bf16: the same rounded
+rules); exit status 1 if anything is wrong. Left out are rules that are needed at a probability whose inverse no fp32
+number holds (their gradient is the largest).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--deviation", type=float, default=30.0, help="of the logits")
     parser.add_argument("--nonterminals", type=int, default=64)
     parser.add_argument("--sentences", type=int, default=16, help="of a batch")
+    parser.add_argument("--longest", type=int, default=16, help="words of a sentence, at most")
     parser.add_argument("--precision", choices=tuple(TOLERANCE), default="fp32")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
@@ -58,10 +60,10 @@ def main(argv: list[str] | None = None) -> int:
             shown = time.perf_counter()
             print(f"{number} batches, {wrong} wrong, {not_finite} not finite", file=sys.stderr, flush=True)
     print(
-        f"{arguments.batches} batches of {arguments.sentences}, N {arguments.nonterminals}, deviation "
-        f"{arguments.deviation:g}, {arguments.precision}: {wrong} wrong, {not_finite} not finite, "
-        f"{statistics.recomputed} of {statistics.sentences} sentences recomputed, {impossible} impossible; worst error "
-        f"{worst[0]:.1e} of log Z, {worst[1]:.1e} of the counts"
+        f"{arguments.batches} batches of {arguments.sentences}, up to {arguments.longest} words, N "
+        f"{arguments.nonterminals}, deviation {arguments.deviation:g}, {arguments.precision}: {wrong} wrong, "
+        f"{not_finite} not finite, {statistics.recomputed} of {statistics.sentences} sentences recomputed, "
+        f"{impossible} impossible; worst error {worst[0]:.1e} of log Z, {worst[1]:.1e} of the counts"
     )
     return 1 if wrong or not_finite else 0
 
@@ -70,13 +72,16 @@ def _batch(
     arguments: argparse.Namespace, device: torch.device, generator: torch.Generator
 ) -> tuple[list[Tensor], list[int]]:
     n, count = arguments.nonterminals, arguments.sentences
-    lengths = torch.randint(2, 17, (count,), generator=generator, device=device).tolist()
+    lengths = torch.randint(2, arguments.longest + 1, (count,), generator=generator, device=device).tolist()
 
     def logits(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device) * arguments.deviation
 
     root, left, right = (logits(*shape).softmax(-1) for shape in ((n,), (n, 3 * n), (n, 3 * n)))
-    emissions = logits(1000, 2 * n).log_softmax(0)[: sum(lengths)]  # each preterminal: over a thousand words
+    if arguments.precision == "bf16":
+        left, right = left.bfloat16(), right.bfloat16()
+    words = max(1000, sum(lengths))  # each preterminal's distribution is over that many
+    emissions = logits(words, 2 * n).log_softmax(0)[: sum(lengths)]
     return [root, left, right, emissions], lengths
 
 

@@ -90,7 +90,7 @@ def _measured(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench inside", description="time the inside algorithm")
-    parser.add_argument("--grid", type=_grid, help=f"sizes NxWORDSxSENTENCES (default {GRID})")
+    parser.add_argument("--grid", type=parse_grid, help=f"sizes NxWORDSxSENTENCES (default {GRID})")
     parser.add_argument("--table1", action="store_true", help=f"the paper's table 1 (default grid {table1.GRID})")
     parser.add_argument("--methods", type=_methods, default=list(METHODS), help=f"default {','.join(METHODS)}")
     parser.add_argument("--precision", choices=tuple(TOLERANCE), default="bf16", help="of triton and torch")
@@ -101,7 +101,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--from-csv", type=_rows, metavar="CSV", help="measure nothing: show what was measured")
     arguments = parser.parse_args(argv)
     check_device_and_folders(parser, arguments.device, [arguments.csv, arguments.plot])
-    arguments.grid = arguments.grid or _grid(table1.GRID if arguments.table1 else GRID)
+    arguments.grid = arguments.grid or parse_grid(table1.GRID if arguments.table1 else GRID)
     return arguments
 
 
@@ -121,7 +121,7 @@ def check_device_and_folders(parser: argparse.ArgumentParser, device: str | None
             parser.error(f"{path}: there is no folder {path.parent}; make it first")
 
 
-def _grid(text: str) -> list[Size]:
+def parse_grid(text: str) -> list[Size]:
     sizes = []
     for part in text.split(","):
         n, words, sentences = part.split("x")
@@ -141,7 +141,7 @@ def _methods(text: str) -> list[str]:
     return methods
 
 
-def _inputs(size: Size, precision: str, device: torch.device) -> list[Tensor]:
+def make_inputs(size: Size, precision: str, device: torch.device) -> list[Tensor]:
     """root, left, right, emissions of a random grammar; the rules in the type the precision works in."""
     generator = torch.Generator(device).manual_seed(1)
     n, rules_type = size.nonterminals, torch.bfloat16 if precision == "bf16" else torch.float32
@@ -176,7 +176,7 @@ def _function(method: str, precision: str, verdicts: list[Tensor]) -> Callable[[
 def _error(method: str, size: Size, precision: str, device: torch.device) -> float:
     """Of log Z against fp64 on the same rounded tensors, for two sentences."""
     small = size._replace(sentences=min(2, size.sentences))
-    inputs = [tensor.detach() for tensor in _inputs(small, precision, device)]
+    inputs = [tensor.detach() for tensor in make_inputs(small, precision, device)]
     lengths = small.lengths
     with torch.no_grad():
         ours = _function(method, precision, [])(Rules(*inputs[:3]), inputs[3], lengths).double()
@@ -213,7 +213,7 @@ def _times(
     method: str, size: Size, precision: str, device: torch.device, seconds: float
 ) -> tuple[list[float], tuple[int, int]]:
     """Milliseconds of single passes, and the two peaks of memory in bytes."""
-    inputs, lengths = _inputs(size, precision, device), size.lengths
+    inputs, lengths = make_inputs(size, precision, device), size.lengths
     verdicts: list[Tensor] = []
     function = _function(method, precision, verdicts)
 

@@ -1,0 +1,85 @@
+"""`main(argv)`: time of the best trees, checked first against fp64 and for being trees.
+
+    python -m flash_inside.benchmarks.viterbi --grid 4096x40x16
+
+A size is nonterminals x words x sentences; there are twice as many preterminals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import torch
+
+import flash_inside
+from flash_inside.benchmarks.inside import Size, check_device_and_folders, make_inputs, parse_grid
+from flash_inside.rules import Rules
+
+GRID = "4096x40x16"
+#: Of the log score, relative to max(|log score|, words): values are fp32.
+TOLERANCE = 1e-6
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench viterbi", description="time the best labelled binary trees")
+    parser.add_argument("--grid", type=parse_grid, default=parse_grid(GRID), help=f"sizes NxWORDSxSENTENCES ({GRID})")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--repeats", type=int, default=5, help="passes that are timed")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
+    arguments = parser.parse_args(argv)
+    check_device_and_folders(parser, arguments.device, [])
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    wrong = False
+    for size in arguments.grid:
+        problem = _problem(size, device, arguments.backend)
+        shown = problem or f"{_milliseconds(size, device, arguments.backend, max(1, arguments.repeats)):.1f} ms"
+        print("x".join(map(str, size)), shown, flush=True)
+        wrong |= problem is not None
+    return 1 if wrong else 0
+
+
+def _problem(size: Size, device: torch.device, backend: str) -> str | None:
+    """Of two sentences: what is not as it should be."""
+    small = size._replace(sentences=min(2, size.sentences))
+    inputs = [tensor.detach() for tensor in make_inputs(small, "fp32", device)]
+    found = flash_inside.viterbi(Rules(*inputs[:3]), inputs[3], small.lengths, "fp32", backend)
+    wide = [tensor.double() for tensor in inputs]
+    truth = flash_inside.viterbi(Rules(*wide[:3]), wide[3], small.lengths, "fp64", "torch")
+    for (score, tree), (true_score, _), words in zip(found, truth, small.lengths, strict=True):
+        if not abs(score - true_score) <= TOLERANCE * max(abs(true_score), words):
+            return f"WRONG: score {score}, in fp64 {true_score}"
+        if not is_binary_tree([(first, end) for first, end, _ in tree], words):
+            return "WRONG: not a binary tree"
+    return None
+
+
+def is_binary_tree(spans: list[tuple[int, int]], words: int) -> bool:
+    """Parents before children, left before right: every span of two words or more splits into the two below it."""
+    following = iter(spans)
+
+    def derives(first: int, end: int) -> bool:
+        if next(following, None) != (first, end):
+            return False
+        if end - first == 1:
+            return True
+        middle = max((last for start, last in spans if start == first and last < end), default=None)
+        return middle is not None and derives(first, middle) and derives(middle, end)
+
+    return derives(0, words) and next(following, None) is None
+
+
+def _milliseconds(size: Size, device: torch.device, backend: str, repeats: int) -> float:
+    """Median over passes with the trees on the host."""
+    inputs = [tensor.detach() for tensor in make_inputs(size, "fp32", device)]
+    times = []
+    for _ in range(repeats + 1):  # the first compiles
+        start = time.perf_counter()
+        flash_inside.viterbi(Rules(*inputs[:3]), inputs[3], size.lengths, "fp32", backend)
+        times.append((time.perf_counter() - start) * 1e3)
+    return sorted(times[1:])[repeats // 2]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
