@@ -160,7 +160,7 @@ class BatchSection(Section):
 
 
 NEED_NETWORKS = (
-    "word_dimension", "emission_temperature", "word_bias", "children",
+    "word_dimension", "emission_temperature", "emission_smoothing", "word_bias", "children",
     "embedding_dropout", "feature_dropout", "rule_dropout",
 )  # fmt: skip
 
@@ -173,6 +173,9 @@ class ModelSection(Section):
         None, "dimension of a smaller word table, which a matrix takes to `dimension`; null: the same"
     )
     emission_temperature: float = setting(1.0, "divides the logits of words given a preterminal", gt=0)
+    emission_smoothing: Fraction = setting(
+        0.0, "share of each preterminal's words drawn from one distribution that all preterminals have in common"
+    )
     word_bias: Literal["none", "zipf"] = setting(
         "none", "zipf: one more number a word in its logits, which begins as its frequency by Zipf's law"
     )

@@ -20,6 +20,7 @@ CASES = {
     "scheduled": {"model": {"state_dropout": 0.5, "state_dropout_until": 0.3}},
     "bias": {"model": {"word_bias": "zipf"}},
     "bias-accumulate": {"model": {"word_bias": "zipf"}, "batch": {"sentences": 3, "accumulate": 2}},
+    "smoothed": {"model": {"emission_smoothing": 0.1}, "optimizer": {"network_rate": 0.1}},
     "adamw": {"optimizer": {"name": "adamw", "weight_decay": 0.1, "clip": None}},
     "released": {"model": {"parameterization": "released", "word_dimension": 4, "emission_temperature": 0.7}},
     "tables": {"model": {"parameterization": "tables", "state_dropout": 0.2}},

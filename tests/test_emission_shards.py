@@ -38,6 +38,7 @@ def model_of(parameterization: str = "paper") -> SimplePCFG:
         preterminals=P,
         words=V,
         word_bias=True,
+        emission_smoothing=0.2,
         rotated_children=True,
         dimension=8,
         parameterization=parameterization,
@@ -78,7 +79,7 @@ def dense_loss(model: SimplePCFG, kept: Kept | None, dropped: FeatureDropout) ->
         ]
     )
     logits = dropped.features(model.emission_network(preterminals)) @ model.words.T + model.word_bias  # [P, V]
-    emission = torch.log_softmax(logits, 1)
+    emission = torch.log(0.8 * torch.softmax(logits, 1) + 0.2 * model.background.softmax(0))
     words = torch.from_numpy(np.concatenate(SENTENCES))
     log_z = flash_inside.inside(
         Rules(root, left, right), emission[:, words].T, [len(s) for s in SENTENCES], "fp64", "reference"

@@ -155,9 +155,24 @@ def test_a_bias_adds_to_the_logits_of_words_and_begins_as_zipfs_law():
     torch.testing.assert_close(model().left, plain().left)
 
 
+def test_smoothing_mixes_what_a_preterminal_emits_with_one_distribution_for_all():
+    model, plain = make_model(emission_smoothing=0.25), make_model()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(dict(model.named_parameters())[name], parameter), name
+    with torch.no_grad():
+        model.background.copy_(torch.linspace(-3, 2, V))
+    softmax = (plain().emission.features @ plain.words.T).softmax(1)
+    expected = 0.75 * softmax + 0.25 * model.background.softmax(0)
+    torch.testing.assert_close(model().emission.log_probabilities(torch.arange(V)), expected.log().T)
+    torch.testing.assert_close(model().emission.entropies(rows=2), -(expected * expected.log()).sum(1))
+
+
 @pytest.mark.parametrize("more", [False, True])
 def test_gradients_gathered_on_the_grammar_equal_plain_autograd(more):
-    model = make_model(word_dimension=4, emission_temperature=0.8, word_bias=more, rotated_children=more)
+    model = make_model(
+        word_dimension=4, emission_temperature=0.8, word_bias=more, rotated_children=more,
+        emission_smoothing=0.1 * more,
+    )  # fmt: skip
     how = Computation("fp64", dropout=FeatureDropout.of_step(0.2, 0.3, 0.1, seed=1, step=2))
     kept = draw_kept(N, P, 0.3, seed=1, step=2)
     batches = [(torch.tensor([1, 4, 4, 0]), [3, 1]), (torch.tensor([2, 3, 5]), [3])]

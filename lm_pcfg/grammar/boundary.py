@@ -6,6 +6,7 @@ there; one backward pass then takes those through the networks (`backward_throug
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from lm_pcfg.grammar.computation import EXACT, Computation
 
 
 class Emission(NamedTuple):
-    """p(word | preterminal) = softmax over the words of features . embeddings.
+    """p(word | preterminal) = softmax over the words of features . embeddings, or, smoothed,
+    (1 - smoothing) softmax + smoothing background(word).
 
     Only columns for the words at hand are ever asked for, so no one outside may assume that the P x V matrix exists.
     """
@@ -28,10 +30,13 @@ class Emission(NamedTuple):
     embeddings: Tensor  # [V, d] of the words
     log_normalizers: Tensor  # [P] log sum over the words of exp(feature . embedding)
     precision: str = "fp32"  # of the products behind the normalisers
+    background: Tensor | None = None  # [V] log-probabilities of words, whatever the preterminal
+    smoothing: float = 0.0  # the background's share
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.features, self.embeddings, self.log_normalizers
+    def tensors(self) -> tuple[Tensor, ...]:
+        smooth = () if self.background is None else (self.background,)
+        return self.features, self.embeddings, self.log_normalizers, *smooth
 
     @classmethod
     def of(cls, features: Tensor, embeddings: Tensor, how: Computation = EXACT) -> Emission:
@@ -42,6 +47,9 @@ class Emission(NamedTuple):
         if shards is not None:
             normalizers = shards.gather(normalizers, p)
         return cls(features, embeddings, normalizers, how.precision)
+
+    def smoothed(self, background: Tensor, smoothing: float) -> Emission:
+        return self._replace(background=background, smoothing=smoothing)
 
     def log_probabilities(self, words: Tensor) -> Tensor:
         """words: [n] ids on any device -> [n, P] on that of the tables. Each distinct word is computed once.
@@ -56,7 +64,12 @@ class Emission(NamedTuple):
         words_given = functional.embedding(distinct, self.embeddings)
         embeddings, features = (rounded(table, self.precision) for table in (words_given, self.features))
         columns = embeddings @ features.T - self.log_normalizers  # [distinct, P]
+        if self.background is not None:
+            columns = self._with_background(columns, functional.embedding(distinct, self.background[:, None]))
         return functional.embedding(position, columns)
+
+    def _with_background(self, log_p: Tensor, background: Tensor) -> Tensor:
+        return torch.logaddexp(log_p + math.log1p(-self.smoothing), background + math.log(self.smoothing))
 
     def entropies(self, rows: int = 1024) -> Tensor:
         """Entropy in nats of each preterminal's words: [P], computed for some rows at a time."""
@@ -64,6 +77,8 @@ class Emission(NamedTuple):
         for first in range(0, self.features.shape[0], rows):
             part = slice(first, first + rows)
             log_p = self.features[part] @ self.embeddings.T - self.log_normalizers[part, None]
+            if self.background is not None:
+                log_p = self._with_background(log_p, self.background)
             parts.append(-(log_p.exp() * log_p).sum(1))
         return torch.cat(parts)
 
@@ -134,8 +149,11 @@ class Grammar(NamedTuple):
         for leaf in leaves:
             if leaf.dtype.itemsize < 4:
                 leaf.grad_dtype = torch.float32
-        root, left, right, features, embeddings, normalizers = leaves
-        return Grammar(root, left, right, Emission(features, embeddings, normalizers, self.emission.precision))
+        root, left, right, features, embeddings, normalizers, *background = leaves
+        emission = Emission(features, embeddings, normalizers, self.emission.precision)
+        if background:
+            emission = emission.smoothed(background[0], self.emission.smoothing)
+        return Grammar(root, left, right, emission)
 
     def with_root_over_nonterminals(self) -> Grammar:
         """The paper's root: the mass of S -> preterminal is taken away and the rest renormalised."""

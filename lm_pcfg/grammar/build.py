@@ -29,6 +29,7 @@ def build_model(model: ModelSection, words: int, seed: int) -> nn.Module:
         dimension=model.dimension,
         word_dimension=model.word_dimension,
         emission_temperature=model.emission_temperature,
+        emission_smoothing=model.emission_smoothing,
         word_bias=model.word_bias == "zipf",
         rotated_children=model.children == "rotated",
         parameterization=model.parameterization,

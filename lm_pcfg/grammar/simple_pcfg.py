@@ -42,6 +42,8 @@ class SimplePCFG(nn.Module):
     - emission_temperature divides the emission's logits.
     - word_bias adds one number a word to them, which begins as log 1 / (rank + 2.7), Zipf's law for vocabularies sorted
       by frequency. (On the Penn Treebank that is within 0.03 nats of the frequencies.)
+    - emission_smoothing e: p(w | T) = (1 - e) softmax + e b_w with one distribution b for all preterminals; it begins
+      as Zipf's law too. Without, networks are surer than few words of text allow of what a preterminal does not emit.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class SimplePCFG(nn.Module):
         dimension: int = 512,
         word_dimension: int | None = None,
         emission_temperature: float = 1.0,
+        emission_smoothing: float = 0.0,
         word_bias: bool = False,
         rotated_children: bool = False,
         parameterization: str = "paper",
@@ -67,6 +70,7 @@ class SimplePCFG(nn.Module):
         self.nonterminals, self.preterminals = nonterminals, preterminals
         self.parameterization = parameterization
         self.emission_temperature = emission_temperature
+        self.emission_smoothing = emission_smoothing
         roots = nonterminals + preterminals if root_over == "all" else nonterminals
         self.roots = roots
         self.start = nn.Parameter(torch.empty(1, dimension))
@@ -89,7 +93,8 @@ class SimplePCFG(nn.Module):
         initialise(self, init, {**tables, "words": word_deviation}, generator)
         # After the others, which begin the same with and without them.
         self.one_word = nn.Parameter(torch.tensor([FEW])) if root_over == "all" else None
-        self.word_bias = nn.Parameter(-torch.log(torch.arange(words) + 2.7)) if word_bias else None
+        self.word_bias = nn.Parameter(log_zipf(words)) if word_bias else None
+        self.background = nn.Parameter(log_zipf(words)) if emission_smoothing else None
         self.left_rotation = rotation(dimension, generator) if rotated_children else None
         self.right_rotation = rotation(dimension, generator) if rotated_children else None
 
@@ -138,6 +143,8 @@ class SimplePCFG(nn.Module):
         if self.word_bias is not None:
             features, words = with_bias(features, words, self.word_bias)
         emission = Emission.of(features, words, how)
+        if self.background is not None:
+            emission = emission.smoothed(self.background.log_softmax(0), self.emission_smoothing)
         how.mark("emission")
         return Grammar(root, left, right, emission, (entrances[0], entrances[1]))
 
@@ -152,6 +159,11 @@ class SimplePCFG(nn.Module):
                 over_preterminals.softmax(-1) * one_word.sigmoid(),
             )
         )
+
+
+def log_zipf(words: int) -> Tensor:
+    """Of the words of a vocabulary sorted by frequency, up to a constant."""
+    return -torch.log(torch.arange(words) + 2.7)
 
 
 def with_bias(features: Tensor, words: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

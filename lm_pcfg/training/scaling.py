@@ -111,7 +111,7 @@ def parameters(model: ModelSection, words: int) -> int:
         return roots + 2 * model.nonterminals * symbols + model.preterminals * words
     layer = d * d + d
     tables = d + (symbols + words) * d + 3 * layer  # start, symbols and words; left child, right child, parent
-    tables += (model.root == "all") + (words if model.word_bias == "zipf" else 0)
+    tables += (model.root == "all") + words * ((model.word_bias == "zipf") + (model.emission_smoothing > 0))
     tables += 2 * d * d if model.children == "rotated" else 0
     if model.parameterization == "released":
         return tables + 7 * layer

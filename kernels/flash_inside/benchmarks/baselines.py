@@ -36,7 +36,9 @@ def _inside(
     rules: Rules, emissions: Tensor, lengths: list[int], product: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
     """product: rows [B, spans, K], weight [2N, K], log weight -> log eta | log zeta [B, spans, 2N]."""
-    (length,) = set(lengths)
+    if len(set(lengths)) > 1:
+        raise ValueError("takes sentences of one length only")
+    length = lengths[0]
     n = rules.nonterminals
     both = torch.cat((rules.left, rules.right)).float()  # [2N, N+P]
     leaves, children = both[:, n:].contiguous(), both[:, :n].contiguous()
