@@ -187,10 +187,12 @@ def _error(method: str, size: Size, precision: str, device: torch.device) -> flo
     lengths = small.lengths
     with torch.no_grad():
         ours = _function(method, precision, [])(Rules(*inputs[:3]), inputs[3], lengths).double()
+        truth = None
         try:
             truth = _truth(inputs, lengths, "fp64")
         except torch.cuda.OutOfMemoryError:
             print(f"N {size.nonterminals}: rules in fp64 do not fit in memory; checked against fp32", file=sys.stderr)
+        if truth is None:  # only here: while an exception is handled, it keeps the tensors of where it was raised
             truth = _truth(inputs, lengths, "fp32")
     return ((ours - truth).abs() / torch.maximum(truth.abs(), torch.tensor(lengths, device=device))).max().item()
 
