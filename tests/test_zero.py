@@ -28,20 +28,34 @@ def told(folder: Path, run: str) -> dict:
     return json.loads((folder / f"{run}.json").read_text())
 
 
+def assert_same_weights_and_moments(folder: Path, *runs: str) -> None:
+    for file in ("", "-optimizer"):
+        plain, other = (load_file(folder / f"{run}{file}.safetensors") for run in runs)
+        assert plain.keys() == other.keys()
+        for name, tensor in plain.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("how", ["", "-late", "-deepspeed", "-graphs"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_steps_clipping_and_what_is_left_out_are_those_of_plain_training(trained, stage, how):
     if (stage, how) == ("zero3", "-graphs"):
         pytest.skip("under ZeRO 3 weights have no fixed place in memory")
-    for file in ("", "-optimizer"):
-        plain, other = (load_file(trained / f"{run}{file}.safetensors") for run in ("plain", f"{stage}{how}"))
-        assert plain.keys() == other.keys()
-        for name, tensor in plain.items():
-            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
+    assert_same_weights_and_moments(trained, "plain", f"{stage}{how}")
     assert told(trained, f"{stage}{how}")["skipped"] == told(trained, "plain")["skipped"] == len(BROKEN)
     assert told(trained, f"{stage}{how}")["norm"] == pytest.approx(told(trained, "plain")["norm"], rel=1e-5)
     assert told(trained, f"{stage}{how}")["one_bucket"] == (how != "-deepspeed")
     assert told(trained, f"{stage}{how}")["captured"] == (how == "-graphs")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_layers_that_learn_at_another_rate_do_so_under_deepspeed(trained, stage):
+    """Two groups of parameters are two flat tensors: DeepSpeed's own reduction takes them, whatever its bucket."""
+    assert_same_weights_and_moments(trained, "plain-rates", f"{stage}-rates")
+    assert told(trained, f"{stage}-rates")["skipped"] == len(BROKEN)
+    assert not told(trained, f"{stage}-rates")["one_bucket"]
+    plain, rates = (load_file(trained / f"{run}.safetensors") for run in ("plain", "plain-rates"))
+    assert not torch.equal(plain["parent.linear.weight"], rates["parent.linear.weight"])
 
 
 @pytest.mark.parametrize("stage", STAGES)

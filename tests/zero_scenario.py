@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -25,6 +25,7 @@ from lm_pcfg.training.loop import Trainer
 
 STEPS, BROKEN = 8, (2, 5)  # of those, counted from 0, the loss and the gradient are not finite
 LARGE, SMALL = 10**8, 50  # buckets: of DeepSpeed's own reduction there is need with the small ones alone
+TWO_RATES = ["optimizer.network_rate=0.1"]
 
 
 class Launches(TorchDispatchMode):
@@ -88,10 +89,12 @@ def emulate_graphs(trainer: Trainer) -> None:
     torch.cuda.empty_cache = lambda: None
 
 
-def train(folder: Path, name: str, stage: int, bucket: int, late: bool, graphs: bool = False) -> None:
+def train(
+    folder: Path, name: str, stage: int, bucket: int, late: bool, graphs: bool = False, overrides: Sequence[str] = ()
+) -> None:
     """late: as one process on a GPU, where Adam's kernel decides. The parts after the backward pass are counted."""
     use(stage, bucket, folder)
-    settings = load_settings(folder / "small.yaml", [f"name={name}"])
+    settings = load_settings(folder / "small.yaml", [f"name={name}", *overrides])
     trainer = Trainer(settings, Engine(settings), None)
     learner = trainer.learner
     learner.reads_late = late
@@ -130,10 +133,12 @@ def main(folder: Path) -> None:
     adam = torch.optim.Adam
     torch.optim.Adam = lambda *arguments, **options: adam(*arguments, **(options | {"fused": True}))  # as on a GPU
     train(folder, "plain", 0, 0, late=True)
+    train(folder, "plain-rates", 0, 0, late=True, overrides=TWO_RATES)
     for stage in (1, 2, 3):
         train(folder, f"zero{stage}", stage, LARGE, late=False)
         train(folder, f"zero{stage}-late", stage, LARGE, late=True)
         train(folder, f"zero{stage}-deepspeed", stage, SMALL, late=False)
+        train(folder, f"zero{stage}-rates", stage, LARGE, late=False, overrides=TWO_RATES)
         if stage < 3:
             train(folder, f"zero{stage}-graphs", stage, LARGE, late=True, graphs=True)
 

@@ -11,23 +11,28 @@ from torch import Tensor, nn
 from lm_pcfg.settings import ModelSection, OptimizerSection, ScheduleSection
 
 
-def make_optimizer(model: nn.Module, settings: OptimizerSection) -> torch.optim.Optimizer:
+def parameter_groups(model: nn.Module, settings: OptimizerSection) -> list[dict[str, Any]]:
     """One group of parameters, or two where the networks' layers learn at another rate than the embeddings."""
     layers = {p for module in model.modules() if isinstance(module, nn.Linear) for p in module.parameters()}
     parameters = list(model.parameters())
-    groups: list[dict[str, Any]] = [{"params": parameters, "rate_factor": 1.0}]
-    if layers and settings.network_rate != 1.0:
-        groups[0]["params"] = [p for p in parameters if p not in layers]
-        groups.append({"params": [p for p in parameters if p in layers], "rate_factor": settings.network_rate})
+    if not layers or settings.network_rate == 1.0:
+        return [{"params": parameters, "rate_factor": 1.0}]
+    return [
+        {"params": [p for p in parameters if p not in layers], "rate_factor": 1.0},
+        {"params": [p for p in parameters if p in layers], "rate_factor": settings.network_rate},
+    ]
+
+
+def make_optimizer(model: nn.Module, settings: OptimizerSection) -> torch.optim.Optimizer:
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.name]
     beta1, beta2 = settings.betas
     return kind(
-        groups,
+        parameter_groups(model, settings),
         lr=settings.learning_rate,
         betas=(beta1, beta2),
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        fused=all(parameter.is_cuda for parameter in parameters),  # one kernel, and nothing of the step on the host
+        fused=all(parameter.is_cuda for parameter in model.parameters()),  # one kernel, and nothing on the host
     )
 
 

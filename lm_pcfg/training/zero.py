@@ -2,7 +2,7 @@
 
 DeepSpeed keeps a second copy of its part of the weights, flat, which its optimizer updates; what is loaded goes into
 both. Its own step clips and updates in one, so the learning rate and all that may forbid a step come before it; models
-that are no larger than a bucket do without it (one_bucket.py).
+that are no larger than a bucket do without it (one_bucket.py), if all their parameters learn at one rate.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lm_pcfg.training.checkpoint import CheckpointError
 from lm_pcfg.training.engine import Engine
 from lm_pcfg.training.learner import Learner, Tensors, Update
 from lm_pcfg.training.one_bucket import OneBucket, fits_one_bucket, prepare_for_one_bucket
+from lm_pcfg.training.optimization import parameter_groups
 from lm_pcfg.training.zero_config import configure
 
 # DeepSpeed calls what torch 2.13 has given new names; a line on every rank and every step would bury all others.
@@ -36,7 +37,8 @@ class ZeroLearner(Learner):
         engine.together(lambda: configure(config, settings))
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.in_pieces = engine.zero_stage == 3
-        small = fits_one_bucket(model, config["zero_optimization"])
+        one_group = len(parameter_groups(model, settings)) == 1
+        small = one_group and fits_one_bucket(model, config["zero_optimization"])
         if small:
             prepare_for_one_bucket(config["zero_optimization"])
         super().__init__(model, settings, engine)
