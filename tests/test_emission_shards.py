@@ -175,3 +175,5 @@ def test_shards_must_divide_the_processes():
         UserError, match=r"emission.shards 4 does not divide the 6 processes.*auto or one of 1, 2, 3, 6"
     ):
         shard_count(4, 6)
+    with pytest.raises(UserError, match=r"emission.shards 2 does not divide the 1 process of this run; use auto or 1$"):
+        shard_count(2, 1)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import csv
 
+import pytest
+import typer
+
+from lm_pcfg.cli_bench import _numbers
+from lm_pcfg.errors import UserError
 from lm_pcfg.training import step_benchmark
 
 CONFIG = """
@@ -32,6 +37,16 @@ def test_one_row_for_every_size(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 1 + len(rows)
     assert plot.read_text().count("<rect") == 1 + 5 + 5 * len(rows)  # background, legend, bars
+
+
+def test_files_that_cannot_be_written_and_sizes_that_cannot_be_are_found_first(tmp_path, capsys):
+    for file, said in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "none" / "a.csv", "make it first")):
+        with pytest.raises(UserError, match=said):
+            step_benchmark.main(None, [], [1], [1], 1, None, file)
+    for text in ("0", "x", "4,", str(2**31)):
+        with pytest.raises(typer.BadParameter, match="whole numbers from 1 to 2\\^30"):
+            _numbers("--sentences", text)
+    assert capsys.readouterr().out == ""
 
 
 def test_synthetic_text_has_the_lengths_of_the_treebank():

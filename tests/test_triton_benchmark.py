@@ -102,6 +102,28 @@ def test_normalizers(tmp_path, capsys):
     assert all(float(row["p50_ms"]) > 0 and float(row["error"]) < 1e-4 for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--device", "gpu"], "--device gpu: use cuda or cpu"),
+        (["--csv", "."], ". is a folder; name a file in it"),
+        (["--csv", "none/a.csv"], "there is no folder none"),
+        (["--grid", "4x5"], "sizes are PRETERMINALSxWORDSxDIMENSION"),
+    ],
+)
+def test_wrong_arguments_are_found_before_anything_is_measured(wrong, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        normalizers.main(["--grid", "4x5x6", *wrong])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        normalizers.main(["--device", "cuda:0"])
+    assert "--device cuda:0: there is no GPU here" in capsys.readouterr().err
+
+
 def test_wrong_normalizers_are_not_timed(monkeypatch, capsys):
     monkeypatch.setattr(normalizers, "log_normalizers", lambda a, b, precision: a.sum(1) + b.sum() * 0)
     assert normalizers.main(["--grid", "4x5x6", "--seconds", "0", "--device", "cpu"]) == 1

@@ -119,8 +119,8 @@ def shard_count(asked: int | str, world_size: int) -> int:
     if world_size % shards:
         fitting = [number for number in range(1, world_size + 1) if world_size % number == 0]
         raise UserError(
-            f"emission.shards {shards} does not divide the {world_size} processes of this run; use auto or one of "
-            + ", ".join(map(str, fitting))
+            f"emission.shards {shards} does not divide the {world_size} process{'es' * (world_size > 1)} of this run; "
+            f"use auto or {'one of ' * (world_size > 1)}{', '.join(map(str, fitting))}"
         )
     return shards
 

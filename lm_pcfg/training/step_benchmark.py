@@ -59,9 +59,11 @@ def main(
     for path in (table, plot):
         if path is not None and not path.parent.is_dir():  # before anything is measured
             raise UserError(f"{path}: there is no folder {path.parent}; make it first")
-    print(f"{'N':>6} {'batch':>5} " + " ".join(f"{part:>9}" for part in (*PARTS, "step ms", "words/s", "GiB")))
+        if path is not None and path.is_dir():
+            raise UserError(f"{path} is a folder; name a file in it")
     results = Results(FIELDS, table, plot, draw)
     with _settings(config, overrides) as settings:
+        print(f"{'N':>6} {'batch':>5} " + " ".join(f"{part:>9}" for part in (*PARTS, "step ms", "words/s", "GiB")))
         for row in bench_steps(settings, nonterminals, sentences, steps):
             results.add(row)
             print(_line(row), flush=True)
@@ -112,9 +114,8 @@ def _timed(trainer: Trainer, steps: int) -> Row:
     device = trainer.engine.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(
-        max(steps, STEPS_BEFORE_CAPTURE + 2)
-    ):  # lengths come again: after these, kernels and graphs are there
+    # Lengths come again: after these steps, kernels and graphs are there.
+    for _ in range(max(steps, STEPS_BEFORE_CAPTURE + 2)):
         trainer.step(trainer.stream.next_step())
     _synchronize(device)
     words, began = 0, time.perf_counter()

@@ -121,9 +121,14 @@ def _rows(table: str) -> list[Row]:
 
 def check_device_and_folders(parser: argparse.ArgumentParser, device: str | None, files: list[Path | None]) -> None:
     """Before anything is measured."""
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no GPU here")
+    kind = "cpu" if device is None else device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        parser.error(f"--device {device}: use cuda or cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {device}: there is no GPU here")
     for path in files:
+        if path is not None and path.is_dir():
+            parser.error(f"{path} is a folder; name a file in it")
         if path is not None and not path.parent.is_dir():
             parser.error(f"{path}: there is no folder {path.parent}; make it first")
 

@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     for size in arguments.grid:
         row = _measure(size, arguments.precision, device, arguments.seconds)
         results.add(row)
-        shown = row["note"] or f"{row['p50_ms']} ms  {row['peak_gib']} GiB  {row['tflops']} TFLOP/s"
+        peak = f"{row['peak_gib']} GiB  " if device.type == "cuda" else ""
+        shown = row["note"] or f"{row['p50_ms']} ms  {peak}{row['tflops']} TFLOP/s"
         print("x".join(map(str, size)), arguments.precision, shown, flush=True)
     return 1 if any(row["note"] == "WRONG" for row in results.rows) else 0
 
