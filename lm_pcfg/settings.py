@@ -55,6 +55,12 @@ def _streaming(value: object) -> bool | str:
     raise ValueError("should be auto, true or false")
 
 
+def _shards(value: object) -> int | str:
+    if value == "auto" or (type(value) is int and 1 <= value < 2**31):
+        return value
+    raise ValueError("should be auto or a whole number above 0")
+
+
 Switch = Annotated[bool, BeforeValidator(_switch)]  # the loader keeps yes, no, on, off as text; here they mean a bool
 Resume = Annotated[bool | str, PlainValidator(_resume)]
 
@@ -236,7 +242,9 @@ class NetworksSection(Section):
 
 
 class EmissionSection(Section):
-    shards: Count | Literal["auto"] = setting("auto", "processes that share the emission's normalisers; auto: all")
+    shards: Annotated[int | str, PlainValidator(_shards)] = setting(
+        "auto", "processes that share the emission's normalisers; auto: all"
+    )
 
 
 class ScheduleSection(Section):
@@ -325,6 +333,12 @@ class Settings(Section):
     checkpoint: CheckpointSection = setting(CheckpointSection, "what is kept")
     tracking: TrackingSection = setting(TrackingSection, "where metrics go")
     engine: EngineSection = setting(EngineSection, "how processes work together")
+
+    @check(mode="after")
+    def _rate_has_networks(self) -> Settings:
+        if self.model.parameterization == "tables" and self.optimizer.network_rate != 1.0:
+            raise ValueError("optimizer.network_rate needs networks; use model.parameterization paper or released")
+        return self
 
     @check(mode="after")
     def _backend_has_precision(self) -> Settings:

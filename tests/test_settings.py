@@ -144,6 +144,8 @@ def test_checks_across_keys(config: Path) -> None:
     for option in ("word_dimension=8", "emission_temperature=2", "embedding_dropout=0.1", "children=rotated"):
         message = error_of(config, "model.parameterization=tables", f"model.{option}")
         assert f"model: {option.split('=')[0]} needs networks" in message
+    message = error_of(config, "model.parameterization=tables", "optimizer.network_rate=0.1")
+    assert "optimizer.network_rate needs networks" in message
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,9 @@ def test_settings_do_not_change(config: Path) -> None:
         load_settings(config, []).seed = 3  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "2.5", "half", "[1]"])
+@pytest.mark.parametrize("value", ["0", "-1", "2.5", "half", "[1]", "true", "null"])
 def test_a_number_or_a_word(config: Path, value: str) -> None:
-    with pytest.raises(SettingsError, match=r"^command line: emission\.shards = "):
+    with pytest.raises(
+        SettingsError, match=r"^command line: emission\.shards = .* should be auto or a whole number above 0$"
+    ):
         load_settings(config, [f"emission.shards={value}"])
