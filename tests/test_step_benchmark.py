@@ -39,10 +39,13 @@ def test_one_row_for_every_size(tmp_path, capsys):
     assert plot.read_text().count("<rect") == 1 + 5 + 5 * len(rows)  # background, legend, bars
 
 
-def test_files_that_cannot_be_written_and_sizes_that_cannot_be_are_found_first(tmp_path, capsys):
+def test_what_cannot_be_done_is_found_first(tmp_path, capsys):
     for file, said in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "none" / "a.csv", "make it first")):
         with pytest.raises(UserError, match=said):
             step_benchmark.main(None, [], [1], [1], 1, None, file)
+    for key, said in (("model.preterminals", "twice the nonterminals"), ("batch.sentences", "use --sentences")):
+        with pytest.raises(UserError, match=f"{key} would have no effect in bench step; .*{said}"):
+            step_benchmark.main(None, [f"{key}=5"], [1], [1], 1, None, None)
     for text in ("0", "x", "4,", str(2**31)):
         with pytest.raises(typer.BadParameter, match="whole numbers from 1 to 2\\^30"):
             _numbers("--sentences", text)

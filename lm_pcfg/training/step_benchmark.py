@@ -44,6 +44,15 @@ FIELDS = (
     *(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "words_per_step", "peak_gib", "vocabulary",
     "data", "device", "torch", "date", "note",
 )  # fmt: skip
+#: Settings that the grid decides, and how to.
+DECIDED = {
+    "model.nonterminals": "use --nonterminals",
+    "model.preterminals": "they are twice the nonterminals",
+    "batch.by": "use --sentences",
+    "batch.sentences": "use --sentences",
+    "batch.cost": "use --sentences",
+    "batch.accumulate": "a step is one batch",
+}
 
 
 def main(
@@ -56,6 +65,10 @@ def main(
     plot: Path | None,
 ) -> None:
     """Print a line for every size as it is measured; write the CSV and the plot."""
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key in DECIDED:
+            raise UserError(f"command line: {key} would have no effect in bench step; {DECIDED[key]}")
     for path in (table, plot):
         if path is not None and not path.parent.is_dir():  # before anything is measured
             raise UserError(f"{path}: there is no folder {path.parent}; make it first")
