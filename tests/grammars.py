@@ -47,6 +47,23 @@ def rules_that_lose_a_row(lost: float, inner: float, left_end: float, right_end:
     return Rules(root, left, right), torch.full((3, p), -300.0).fill_diagonal_(0.0)
 
 
+def rules_with_a_faint_split(inner: float, outer: float) -> tuple[Rules, Tensor]:
+    """Four words, two trees: ((0 1) 2) 3 has probability inner^4 / 4, 0 (1 (2 3)) has outer^2.
+
+    The parts of the second have probability 1, so that next to them those of the first are inner^4. A symbol that leads
+    nowhere dominates the row of the whole sentence.
+    """
+    n, p = 6, 4
+    left, right, root = torch.full((n, n + p), 1e-30), torch.full((n, n + p), 1e-30), torch.zeros(n)
+    root[4] = 1.0
+    left[0, n + 2] = right[0, n + 3] = left[1, n + 1] = right[1, 0] = 1.0  # 0: words 2, 3; 1: words 1 to 3
+    left[2, n + 0] = right[2, n + 1] = left[3, 2] = right[3, n + 2] = inner  # 2: words 0, 1; 3: words 0 to 2
+    left[4, 3] = right[4, n + 3] = 0.5
+    left[4, n + 0] = right[4, 1] = outer
+    left[5, n + 0] = right[5, 1] = 1e-10
+    return Rules(root, left, right), torch.full((4, p), -300.0).fill_diagonal_(0.0)
+
+
 Span = tuple[int, int]
 
 

@@ -17,7 +17,7 @@ import torch
 import flash_inside
 from flash_inside import Rules
 from flash_inside.packing import Layout
-from grammars import random_emissions, random_rules, rules_that_lose_a_row
+from grammars import random_emissions, random_rules, rules_that_lose_a_row, rules_with_a_faint_split
 
 pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
@@ -241,6 +241,19 @@ def test_a_row_that_underflows_as_a_whole_is_noticed():
     truth = flash_inside.inside(wide, emissions.double(), [3], "fp64", "reference")
     torch.testing.assert_close(ours, truth, rtol=1e-6, atol=0)
     assert statistics.recomputed == 1
+
+
+@runs_kernels
+@pytest.mark.parametrize(("inner", "outer"), [(1e-10, 1e-22), (1e-11, 1e-23), (5.6e-12, 1e-23)])
+def test_a_split_whose_coefficient_is_below_the_smallest_number_counts(inner, outer):
+    rules, emissions = rules_with_a_faint_split(inner, outer)
+    rules, emissions = Rules(*(t.to(DEVICE) for t in rules)), emissions.to(DEVICE)
+    wide, weight = Rules(*(t.double() for t in rules)), torch.ones(1, device=DEVICE)
+    ours = gradients(rules, emissions, [4], weight, "fp32", "triton")
+    truth = gradients(wide, emissions.double(), [4], weight, "fp64", "reference")
+    torch.testing.assert_close(ours[0], truth[0], rtol=1e-6, atol=0)
+    for probability, got, want in zip((*wide, torch.ones((), device=DEVICE)), ours[1], truth[1], strict=True):
+        assert ((got.double() - want) * probability).norm() <= 1e-5 * (want * probability).norm()
 
 
 @runs_kernels

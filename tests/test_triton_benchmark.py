@@ -43,10 +43,53 @@ def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
     assert "WRONG" in capsys.readouterr().out
 
 
-def test_wrong_arguments_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        inside.main(["--methods", "magic"])
-    assert "unknown method magic" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("benchmark", "arguments", "said"),
+    [
+        (inside, "--methods magic", "unknown method magic"),
+        (inside, "--grid 8x5", "'8x5': sizes are NxWORDSxSENTENCES"),
+        (inside, "--grid 8x1x2", "'8x1x2': sizes are NxWORDSxSENTENCES"),
+        (inside, "--device tpu", "--device tpu: should be cuda or cpu"),
+        (inside, "--device cuda:99", "--device cuda:99: there is no"),
+        (inside, "--csv {folder}", "cannot be written: Is a directory"),
+        (inside, "--plot {folder}/none/a.svg", "there is no folder"),
+        (normalizers, "--csv {folder}", "cannot be written: Is a directory"),
+        (viterbi, "--backend magic", "invalid choice: 'magic'"),
+        (viterbi, "--backend triton --device cpu", "--backend triton needs a GPU"),
+        (viterbi, "--repeats 0", "'0' should be a whole number, at least 1"),
+        (extremes, "--backend triton --device cpu", "--backend triton needs a GPU"),
+        (extremes, "--longest 1", "'1' should be a whole number, at least 2"),
+        (extremes, "--nonterminals -3", "'-3' should be a whole number, at least 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(benchmark, arguments, said, tmp_path, capsys):
+    with pytest.raises(SystemExit) as status:
+        benchmark.main(arguments.format(folder=tmp_path).split())
+    assert status.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_without_rows_is_not_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(inside, "_measure", lambda *_: pytest.fail("measured"))
+    (tmp_path / "empty.csv").write_text(",".join(inside.FIELDS) + "\n")
+    assert inside.main(["--from-csv", str(tmp_path / "empty.csv"), "--grid", "4x3x1", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_method_that_does_not_fit_in_memory_leaves_the_others(monkeypatch, capsys):
+    function = inside._function
+
+    def large(method, *others):
+        if method == "log-sum-exp":
+            torch.empty(1 << 60)
+        return function(method, *others)
+
+    monkeypatch.setattr(inside, "_function", large)
+    arguments = ["--grid", "4x3x1", "--methods", "log-sum-exp,torch", "--seconds", "0", "--precision", "fp32"]
+    assert inside.main([*arguments, "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [("out of memory" in line, " ms " in line) for line in lines] == [(True, False), (False, True)]
 
 
 def test_table_of_the_paper(capsys):
@@ -105,8 +148,8 @@ def test_normalizers(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (["--device", "gpu"], "--device gpu: use cuda or cpu"),
-        (["--csv", "."], ". is a folder; name a file in it"),
+        (["--device", "gpu"], "--device gpu: should be cuda or cpu"),
+        (["--csv", "."], ".: cannot be written: Is a directory"),
         (["--csv", "none/a.csv"], "there is no folder none"),
         (["--grid", "4x5"], "sizes are PRETERMINALSxWORDSxDIMENSION"),
     ],

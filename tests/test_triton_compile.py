@@ -1,4 +1,4 @@
-"""Every kernel, in every specialisation that the backend launches, compiles for sm_80 and sm_90: no GPU is needed.
+"""Every kernel, as the backend launches it for the sizes below, compiles for sm_80 and sm_90: no GPU is needed.
 
 The launches are not written down here a second time: the passes run on CPU tensors with launching replaced by noting
 what would be launched (types, alignment, divisibility, constants), and that is compiled ahead of time.
@@ -31,6 +31,8 @@ POINTERS = {
 }
 #: (N, P, precision): one block a row, several blocks a row, sizes that nothing divides
 SIZES = [(512, 1024, "bf16"), (2048, 1040, "bf16"), (2048, 1040, "fp32"), (33, 41, "fp32"), (2001, 33, "bf16")]
+#: The same for tensors without memory, the root in fp64 as the trainer has it: all that training uses
+TRAINING_SIZES = [(2**k, 2 ** (k + 1), precision) for k in range(5, 16) for precision in ("bf16", "fp32")]
 
 
 def specialisation(kernel, arguments, options):
@@ -83,6 +85,17 @@ def launches():
                 inputs = [tensor.requires_grad_() for tensor in (*rules, emissions)]
                 lengths = [8, 2]
                 result = triton_backend.inside(Rules(*inputs[:3]), inputs[3], lengths, precision, Layout(lengths))
+                torch.autograd.grad(result.log_z.sum(), inputs)
+        for n, p, precision in TRAINING_SIZES:
+            for root_size in (n + p, n):
+                rules_type = torch.bfloat16 if precision == "bf16" else torch.float32
+                types = torch.float64, rules_type, rules_type, torch.float32
+                shapes = (root_size,), (n, n + p), (n, n + p), (10, p)
+                inputs = [
+                    torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+                    for shape, dtype in zip(shapes, types, strict=True)
+                ]
+                result = triton_backend.inside(Rules(*inputs[:3]), inputs[3], [8, 2], precision, Layout([8, 2]))
                 torch.autograd.grad(result.log_z.sum(), inputs)
         for columns in (1000, 1008, 12288):
             for out in (torch.float32, torch.bfloat16):

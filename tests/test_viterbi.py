@@ -113,3 +113,14 @@ def test_peaked_grammars_in_fp32_score_their_tree_in_fp64():
     for (score, tree), (best, _), words in zip(ours, truth, emissions.double().split([12, 18]), strict=True):
         assert score == pytest.approx(best, rel=1e-9)
         assert score == pytest.approx(score_of(wide, words, tree), rel=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_probabilities_in_fp64_that_fp32_cannot_hold(backend):
+    rules, emissions = random_rules(4, 5, seed=6), random_emissions(4, 5, seed=6)
+    root = torch.cat((rules.root[:4], rules.root[4:] * 1e-60))
+    faint = Rules(root, rules.left * 1e-50, rules.right)
+    found = flash_inside.viterbi(faint, emissions, [1, 3], "fp32", backend)
+    truth = flash_inside.viterbi(faint, emissions, [1, 3], "fp64", "reference")
+    assert [tree for _, tree in found] == [tree for _, tree in truth]
+    assert [score for score, _ in found] == pytest.approx([score for score, _ in truth], rel=1e-6)

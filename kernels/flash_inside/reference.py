@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_inside.rules import Rules, connection, upcast
+from flash_inside.rules import Rules, connection, log, upcast
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -95,7 +95,7 @@ def viterbi(
 
 def _best_tree(rules: Rules, words: Tensor, dtype: torch.dtype) -> tuple[float, list[tuple[int, int, int]]]:
     length, n = words.shape[0], rules.nonterminals
-    log_root, log_left, log_right = (tensor.to(dtype).log() for tensor in rules)
+    log_root, log_left, log_right = (log(tensor, dtype) for tensor in rules)
     if length == 1:
         if rules.root.shape[0] == n:
             return NEGATIVE_INFINITY, []

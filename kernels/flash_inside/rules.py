@@ -85,6 +85,11 @@ def connection(rules: Rules, emissions: Tensor) -> Tensor:
     return sum((0.0 * torch.where(value.isfinite(), value, 0.0).sum() for value in first), torch.zeros(()))
 
 
+def log(probabilities: Tensor, dtype: torch.dtype) -> Tensor:
+    """Taken in the wider of the two types: a root in fp64 may give 1e-60, which fp32 holds as a logarithm only."""
+    return probabilities.to(torch.promote_types(probabilities.dtype, dtype)).log().to(dtype)
+
+
 def gradient_type(tensor: Tensor) -> torch.dtype:
     """Of the gradient a tensor takes: a leaf may ask for a wider one than its own (`grad_dtype`)."""
     return (tensor.grad_dtype or tensor.dtype) if tensor.is_leaf else tensor.dtype

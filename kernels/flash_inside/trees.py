@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_inside.packing import Layout
-from flash_inside.rules import Rules
+from flash_inside.rules import Rules, log
 
 LARGEST_BLOCK = 1 << 24  # elements of a temporary [rows, N] x K
 
@@ -36,10 +36,10 @@ class _Chart:
 
     def __init__(self, rules: Rules, emissions: Tensor, layout: Layout, dtype: torch.dtype, triton: bool):
         self.layout, self.n, self.device = layout, rules.nonterminals, emissions.device
-        self.rules, self.root = rules, rules.root.to(dtype).log()
+        self.rules, self.root = rules, log(rules.root, dtype)
         self.leaves = emissions[torch.from_numpy(layout.leaf_word).to(self.device)].to(dtype).contiguous()  # [words, P]
         # Both sides next to each other and children first: [N+P, 2N], so that neighbours read neighbours
-        by_child = torch.cat((rules.left, rules.right)).T.to(dtype).log().contiguous()
+        by_child = log(torch.cat((rules.left, rules.right)).T, dtype).contiguous()
         n, words, longest = self.n, layout.words, layout.longest
         self.children = torch.empty(int(layout.offset[longest]), 2 * n, dtype=dtype, device=self.device)  # eta | zeta
         self.beta = torch.empty(layout.rows - words, n, dtype=dtype, device=self.device)
@@ -147,7 +147,7 @@ class _Chart:
             values = self.leaves if leaf else self.beta
             rows = torch.from_numpy(row[mine] - (0 if leaf else self.layout.words)).to(self.device)
             probabilities = rule[torch.from_numpy(label[mine]).to(self.device)][:, columns]  # [nodes, N or P]
-            best = (probabilities.to(values.dtype).log() + values[rows]).argmax(1, keepdim=True)
+            best = (log(probabilities, values.dtype) + values[rows]).argmax(1, keepdim=True)
             child[mine] = best.squeeze(1).cpu().numpy() + (self.n if leaf else 0)
             log_rule[mine] = probabilities.gather(1, best).squeeze(1).double().log().cpu().numpy()
         return child, log_rule

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 LARGEST_ENTRY = tl.constexpr(2.0**40)
+ROOT_OF_LARGEST_ENTRY = tl.constexpr(2.0**20)
 LOG_LARGEST_ENTRY = tl.constexpr(40 * 0.6931471805599453)
-HEADROOM = tl.constexpr(2.0**20)
 LOG_HEADROOM = tl.constexpr(20 * 0.6931471805599453)
 
 
@@ -122,12 +122,13 @@ def split_sum_kernel(
         left_width = tl.where(real, left_width, 1)
         left = row_of(offset, prefix_b, b, left_width, i)
         right = row_of(offset, prefix_b, b, width - left_width, i + left_width)
-        coefficient = tl.exp((tl.load(scale + left) + tl.load(scale + right) - log_scale).to(tl.float32))
-        coefficient = tl.where(real, coefficient * HEADROOM, 0.0)
+        # sqrt(c), because c would be lost below 1e-38, where eta zeta can be as large as 2^80
+        exponent = tl.load(scale + left) + tl.load(scale + right) - log_scale + LOG_HEADROOM
+        half = tl.where(real, tl.exp((exponent * 0.5).to(tl.float32)), 0.0)
         wanted = real[:, None] & in_row[None, :]
         eta = tl.load(children + left[:, None] * (2 * n) + columns[None, :], mask=wanted, other=0.0)
         zeta = tl.load(children + right[:, None] * (2 * n) + n + columns[None, :], mask=wanted, other=0.0)
-        total += coefficient[:, None] * eta.to(tl.float32) * zeta.to(tl.float32)
+        total += eta.to(tl.float32) * zeta.to(tl.float32) * half[:, None] * half[:, None]
     values = tl.sum(total, 0)  # [BLOCK]
     log_scale -= LOG_HEADROOM
 
@@ -205,12 +206,17 @@ def top_kernel(
 
 @triton.jit
 def flow(scale, t_here, parent, sibling):
-    """c of some splits, from the scales of their three rows; a zero parent has none."""
+    """sqrt(c) of some splits, from the scales of their three rows; a zero parent has none.
+
+    The root, because c would be lost below 1e-38, where D zeta can be as large as 1e35. A c above 1e26 is infinite: its
+    exponent has too large a rounding error for fp32 counts, so the sentence is to be recomputed.
+    """
     t_parent = tl.load(scale + parent)
     exponent = t_here + tl.load(scale + sibling) - tl.where(t_parent == float("-inf"), 0.0, t_parent)
     # c is near 2^-40. fp32 rounds small exponents best, so that factor is put in afterwards.
-    coefficient = tl.exp((exponent + LOG_LARGEST_ENTRY).to(tl.float32)) / LARGEST_ENTRY
-    return tl.where(t_parent == float("-inf"), 0.0, coefficient)
+    exponent = (exponent + LOG_LARGEST_ENTRY).to(tl.float32)
+    half = tl.where(exponent > 88.0, float("inf"), tl.exp(0.5 * exponent) / ROOT_OF_LARGEST_ENTRY)
+    return tl.where(t_parent == float("-inf"), 0.0, half)
 
 
 @triton.jit(do_not_specialize=["width", "words"])
@@ -257,11 +263,11 @@ def outside_kernel(
         j = tl.where(real, j, k + 1)
         parent = row_of(offset, prefix_b, b, j - i, i)
         sibling = row_of(offset, prefix_b, b, j - k, k)
-        coefficient = tl.where(real, flow(scale, t_here, parent, sibling), 0.0)
+        half = tl.where(real, flow(scale, t_here, parent, sibling), 0.0)[:, None]
         wanted = real[:, None] & in_row[None, :]
         d = tl.load(d_beta + (parent - words)[:, None] * n + columns[None, :], mask=wanted, other=0.0)
         zeta = tl.load(children + sibling[:, None] * (2 * n) + n + columns[None, :], mask=wanted, other=0.0)
-        d_eta += coefficient[:, None] * zeta.to(tl.float32) * d.to(tl.float32)
+        d_eta += (half * zeta.to(tl.float32)) * (half * d.to(tl.float32))
     parents_before = tl.where(k <= length, i, 0)  # none for a row beyond the words
     first_parent = tl.where(k == length, 1, 0)
     for first in range(first_parent, parents_before, SPLITS):
@@ -270,11 +276,11 @@ def outside_kernel(
         s = tl.where(real, s, first_parent)
         parent = row_of(offset, prefix_b, b, k - s, s)
         sibling = row_of(offset, prefix_b, b, i - s, s)
-        coefficient = tl.where(real, flow(scale, t_here, parent, sibling), 0.0)
+        half = tl.where(real, flow(scale, t_here, parent, sibling), 0.0)[:, None]
         wanted = real[:, None] & in_row[None, :]
         d = tl.load(d_beta + (parent - words)[:, None] * n + columns[None, :], mask=wanted, other=0.0)
         eta = tl.load(children + sibling[:, None] * (2 * n) + columns[None, :], mask=wanted, other=0.0)
-        d_zeta += coefficient[:, None] * eta.to(tl.float32) * d.to(tl.float32)
+        d_zeta += (half * eta.to(tl.float32)) * (half * d.to(tl.float32))
     eta_total, zeta_total = tl.sum(d_eta, 0), tl.sum(d_zeta, 0)
 
     prefix_of_sentence = (i == 0) & (k < length)
@@ -286,11 +292,13 @@ def outside_kernel(
         if prefix_of_sentence:
             sibling = row_of(offset, prefix_b, b, length - k, k)
             zeta = tl.load(children + sibling * (2 * n) + n + columns, mask=in_row, other=0.0)
-            eta_total += flow(scale, t_here, parent, sibling) * zeta.to(tl.float32) * d
+            half = flow(scale, t_here, parent, sibling)
+            eta_total += (half * zeta.to(tl.float32)) * (half * d)
         else:
             sibling = row_of(offset, prefix_b, b, i, 0)
             eta = tl.load(children + sibling * (2 * n) + columns, mask=in_row, other=0.0)
-            zeta_total += flow(scale, t_here, parent, sibling) * eta.to(tl.float32) * d
+            half = flow(scale, t_here, parent, sibling)
+            zeta_total += (half * eta.to(tl.float32)) * (half * d)
     target = d_children + row * (2 * n) + columns
     tl.store(target, eta_total.to(d_children.dtype.element_ty), mask=in_row)
     tl.store(target + n, zeta_total.to(d_children.dtype.element_ty), mask=in_row)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import flash_inside
+from flash_inside.benchmarks.arguments import at_least_two, find_device, positive
 from flash_inside.rules import Rules
 
 #: Of log Z, relative to max(|log Z|, words); of the expected counts, relative in norm.
@@ -26,17 +27,17 @@ TOLERANCE = {"fp32": (1e-6, 1e-5), "tf32": (1e-4, 2e-3), "bf16": (3e-4, 2.5e-2)}
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench extremes", description="compare peaked random grammars with fp64")
-    parser.add_argument("--batches", type=int, default=1000)
+    parser.add_argument("--batches", type=positive, default=1000)
     parser.add_argument("--deviation", type=float, default=30.0, help="of the logits")
-    parser.add_argument("--nonterminals", type=int, default=64)
-    parser.add_argument("--sentences", type=int, default=16, help="of a batch")
-    parser.add_argument("--longest", type=int, default=16, help="words of a sentence, at most")
+    parser.add_argument("--nonterminals", type=positive, default=64)
+    parser.add_argument("--sentences", type=positive, default=16, help="of a batch")
+    parser.add_argument("--longest", type=at_least_two, default=16, help="words of a sentence, at most")
     parser.add_argument("--precision", choices=tuple(TOLERANCE), default="fp32")
-    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--backend", choices=flash_inside.BACKENDS, default="auto")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(parser, arguments.device, arguments.backend)
     generator = torch.Generator(device).manual_seed(arguments.seed)
     statistics = flash_inside.Statistics()
     wrong = not_finite = impossible = 0

@@ -20,6 +20,7 @@ import argparse
 import datetime
 import importlib.metadata
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from torch import Tensor
 
 import flash_inside
 from flash_inside.benchmarks import baselines, table1
+from flash_inside.benchmarks.arguments import check_files, find_device
 from flash_inside.benchmarks.lengths import ptb_lengths
 from flash_inside.benchmarks.plot import draw
 from flash_inside.benchmarks.results import Results, Row, read_rows
@@ -71,7 +73,7 @@ class Size(NamedTuple):
 def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
     results = Results(FIELDS, arguments.csv, arguments.plot, draw)
-    for row in arguments.from_csv or _measured(arguments):
+    for row in _measured(arguments) if arguments.from_csv is None else arguments.from_csv:
         if arguments.table1 and not any(_is_of(row, size) for size in arguments.grid):
             continue  # of a table with other sizes too
         results.add(row)
@@ -86,7 +88,7 @@ def _is_of(row: Row, size: Size) -> bool:
 
 
 def _measured(arguments: argparse.Namespace) -> Iterator[Row]:
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = arguments.device
     ceiling = _ceiling(device)
     for size in arguments.grid:
         for method in arguments.methods:
@@ -107,7 +109,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="an SVG file")
     parser.add_argument("--from-csv", type=_rows, metavar="CSV", help="measure nothing: show what was measured")
     arguments = parser.parse_args(argv)
-    check_device_and_folders(parser, arguments.device, [arguments.csv, arguments.plot])
+    arguments.device = find_device(parser, arguments.device)
+    check_files(parser, [arguments.csv, arguments.plot])
     arguments.grid = arguments.grid or parse_grid(table1.GRID if arguments.table1 else GRID)
     return arguments
 
@@ -119,29 +122,15 @@ def _rows(table: str) -> list[Row]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def check_device_and_folders(parser: argparse.ArgumentParser, device: str | None, files: list[Path | None]) -> None:
-    """Before anything is measured."""
-    kind = "cpu" if device is None else device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        parser.error(f"--device {device}: use cuda or cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device {device}: there is no GPU here")
-    for path in files:
-        if path is not None and path.is_dir():
-            parser.error(f"{path} is a folder; name a file in it")
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"{path}: there is no folder {path.parent}; make it first")
-
-
 def parse_grid(text: str) -> list[Size]:
     sizes = []
     for part in text.split(","):
-        n, words, sentences = part.split("x")
-        sizes.append(Size(int(n), words if words == "ptb" else int(words), int(sentences)))
-    if any(
-        size.nonterminals < 1 or size.sentences < 1 or (size.words != "ptb" and int(size.words) < 2) for size in sizes
-    ):
-        raise argparse.ArgumentTypeError("sizes are NxWORDSxSENTENCES, with at least two words (or `ptb`)")
+        size = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*|ptb)x0*([1-9]\d*)", part)
+        if size is None or size[2] == "1":
+            raise argparse.ArgumentTypeError(
+                f"{part!r}: sizes are NxWORDSxSENTENCES, with at least two words (or `ptb`)"
+            )
+        sizes.append(Size(int(size[1]), "ptb" if size[2] == "ptb" else int(size[2]), int(size[3])))
     return sizes
 
 
@@ -216,7 +205,9 @@ def _measure(method: str, size: Size, precision: str, device: torch.device, seco
         if not error <= TOLERANCE[str(row["precision"])] * (10 if method.startswith("log") else 1):
             return row | {"note": "WRONG"}
         times, peaks = _times(method, size, precision, device, seconds)
-    except torch.cuda.OutOfMemoryError:
+    except RuntimeError as problem:
+        if not isinstance(problem, torch.cuda.OutOfMemoryError) and "allocate memory" not in str(problem):  # of a CPU
+            raise
         return row | {"note": "out of memory"}
     except ValueError as problem:  # a method that does not run here, in one line
         return row | {"note": str(problem)}

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flash_inside.benchmarks.inside import check_device_and_folders, machine, milliseconds
+from flash_inside.benchmarks.arguments import check_files, find_device
+from flash_inside.benchmarks.inside import machine, milliseconds
 from flash_inside.benchmarks.results import Results
 from flash_inside.softmax import log_normalizers
 
@@ -30,7 +31,7 @@ FIELDS = (
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = arguments.device
     results = Results(FIELDS, arguments.csv)
     for size in arguments.grid:
         row = _measure(size, arguments.precision, device, arguments.seconds)
@@ -49,7 +50,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args(argv)
-    check_device_and_folders(parser, arguments.device, [arguments.csv])
+    arguments.device = find_device(parser, arguments.device)
+    check_files(parser, [arguments.csv])
     return arguments
 
 

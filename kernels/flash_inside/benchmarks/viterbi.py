@@ -14,7 +14,8 @@ import time
 import torch
 
 import flash_inside
-from flash_inside.benchmarks.inside import Size, check_device_and_folders, make_inputs, parse_grid
+from flash_inside.benchmarks.arguments import find_device, positive
+from flash_inside.benchmarks.inside import Size, make_inputs, parse_grid
 from flash_inside.rules import Rules
 
 GRID = "4096x40x16"
@@ -25,16 +26,15 @@ TOLERANCE = 1e-6
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench viterbi", description="time the best labelled binary trees")
     parser.add_argument("--grid", type=parse_grid, default=parse_grid(GRID), help=f"sizes NxWORDSxSENTENCES ({GRID})")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--repeats", type=int, default=5, help="passes that are timed")
+    parser.add_argument("--backend", choices=flash_inside.BACKENDS, default="auto")
+    parser.add_argument("--repeats", type=positive, default=5, help="passes that are timed")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     arguments = parser.parse_args(argv)
-    check_device_and_folders(parser, arguments.device, [])
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(parser, arguments.device, arguments.backend)
     wrong = False
     for size in arguments.grid:
         problem = _problem(size, device, arguments.backend)
-        shown = problem or f"{_milliseconds(size, device, arguments.backend, max(1, arguments.repeats)):.1f} ms"
+        shown = problem or f"{_milliseconds(size, device, arguments.backend, arguments.repeats):.1f} ms"
         print("x".join(map(str, size)), shown, flush=True)
         wrong |= problem is not None
     return 1 if wrong else 0

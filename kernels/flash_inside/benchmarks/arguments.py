@@ -1,0 +1,52 @@
+"""What the benchmarks' command lines have in common: refuse in one line, before anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+
+def number_from(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number, at least {least}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    return number_from(1, text)
+
+
+def at_least_two(text: str) -> int:
+    return number_from(2, text)
+
+
+def find_device(parser: argparse.ArgumentParser, name: str | None, backend: str = "auto") -> torch.device:
+    """The one that is named, or a GPU if there is one."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
+        parser.error(f"--device {name}: should be cuda or cpu")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        parser.error(f"--device {name}: there is no {'such ' if torch.cuda.is_available() else ''}GPU here")
+    if kind == "cpu" and backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("--backend triton needs a GPU")
+    return torch.device(name)
+
+
+def check_files(parser: argparse.ArgumentParser, files: list[Path | None]) -> None:
+    """That they can be written; what they hold stays."""
+    for path in files:
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.parent}; make it first")
+        new = not path.exists()
+        try:
+            path.open("a").close()
+            if new:
+                path.unlink()
+        except OSError as error:
+            parser.error(f"{path}: cannot be written: {error.strerror}")
