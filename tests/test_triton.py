@@ -118,6 +118,32 @@ def test_long_sentences(n, lengths, cut_rows):
     compare(n, n + 2, lengths)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="hours in the interpreter")
+@pytest.mark.parametrize("n", [1, 7, 32, 100])
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_all_lengths_natively(n, precision):
+    tolerance = {"fp32": (1e-6, 1e-5), "tf32": (1e-4, 2e-3)}[precision]
+    lengths = [1, 2, 3, 31, 33, 63, 65]
+    for some in (lengths, *([length] for length in lengths)):
+        compare(n, n + 2, some, precision=precision, tolerance=tolerance)
+
+
+@runs_kernels
+def test_one_grammar_per_sentence():
+    lengths = [4, 1, 2]
+    grammars = [random_rules(7, 5, seed=seed, dtype=torch.float32) for seed in range(3)]
+    rules = Rules(*(torch.stack(tensors).to(DEVICE) for tensors in zip(*grammars, strict=True)))
+    emissions = random_emissions(sum(lengths), 5, dtype=torch.float32).to(DEVICE)
+    weight = torch.tensor([1.0, -2.0, 0.5], device=DEVICE)
+    ours = gradients(rules, emissions, lengths, weight, "fp32", "triton")
+    wide = Rules(*(tensor.double() for tensor in rules))
+    truth = gradients(wide, emissions.double(), lengths, weight, "fp64", "reference")
+    torch.testing.assert_close(ours[0], truth[0], rtol=1e-6, atol=0)
+    for got, want in zip(ours[1], truth[1], strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
+
+
 @runs_kernels
 def test_rows_of_several_blocks(cut_rows):
     cut_rows(16, 2)

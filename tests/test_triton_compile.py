@@ -30,7 +30,14 @@ POINTERS = {
     torch.int8: "*i8",
 }
 #: (N, P, precision): one block a row, several blocks a row, sizes that nothing divides
-SIZES = [(512, 1024, "bf16"), (2048, 1040, "bf16"), (2048, 1040, "fp32"), (33, 41, "fp32"), (2001, 33, "bf16")]
+SIZES = [
+    (512, 1024, "bf16"),
+    (2048, 1040, "bf16"),
+    (2048, 1040, "fp32"),
+    (33, 41, "fp32"),
+    (1, 2, "fp32"),
+    (2001, 33, "bf16"),
+]
 #: The same for tensors without memory, the root in fp64 as the trainer has it: all that training uses
 TRAINING_SIZES = [(2**k, 2 ** (k + 1), precision) for k in range(5, 16) for precision in ("bf16", "fp32")]
 

@@ -65,7 +65,8 @@ class Size(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of the matrix products, forward and backward: three for the spans below the top, three for the words."""
+        """Of the matrix products, forward and backward: three for the spans (those of whole sentences too, though they
+        need fewer), three for the words."""
         n = self.nonterminals
         return 3 * 2 * 2 * n * (n * self.spans + 2 * n * sum(self.lengths))
 

@@ -12,9 +12,11 @@ NAMES = {"triton": "FlashInside (triton)", "torch": "FlashInside (torch)"}
 def table(rows: Sequence[Mapping[str, object]]) -> str:
     """Markdown. The first method of a size in the order log-sum-exp, log-einsum-exp is its 1x of speed."""
     lines = ["| algorithm | N | words | ms | speed | GiB | memory |", "|---|---|---|---|---|---|---|"]
-    sizes = list(dict.fromkeys((row["nonterminals"], row["words"]) for row in rows))
+    sizes = list(dict.fromkeys((row["nonterminals"], row["words"], row["sentences"]) for row in rows))
     for size in sizes:
-        here = {str(row["method"]): row for row in rows if (row["nonterminals"], row["words"]) == size}
+        here = {
+            str(row["method"]): row for row in rows if (row["nonterminals"], row["words"], row["sentences"]) == size
+        }
         timed = {method: row for method, row in here.items() if row["p50_ms"] not in ("", None)}
         textbook = next((timed[m] for m in ("log-sum-exp", "log-einsum-exp") if m in timed), None)
         ours = timed.get("triton") or timed.get("torch")
