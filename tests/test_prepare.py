@@ -543,8 +543,12 @@ def test_options_of_words_from_a_config(tmp_path):
 
 def test_an_interrupted_prepare_leaves_with_one_line(tmp_path):
     write_shard(tmp_path / "a.txt", random_lines(100_000, seed=2) * 10)
-    process = subprocess.Popen([*COMMAND, "a.txt", "--out", "out", "--processes", "2"],
-                               cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        [*COMMAND, "a.txt", "--out", "out", "--processes", "2"], cwd=tmp_path, env=ENVIRONMENT,
+        stderr=subprocess.PIPE, text=True,
+        # Tests begun in the background of a shell script ignore Ctrl-C, and would hand that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     while not (tmp_path / "out/prepare.json").exists():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
