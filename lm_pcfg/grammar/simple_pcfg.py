@@ -43,7 +43,7 @@ class SimplePCFG(nn.Module):
     - word_bias adds one number a word to them, which begins as log 1 / (rank + 2.7), Zipf's law for vocabularies sorted
       by frequency. (On the Penn Treebank that is within 0.03 nats of the frequencies.)
     - emission_smoothing e: p(w | T) = (1 - e) softmax + e b_w with one distribution b for all preterminals; it begins
-      as Zipf's law too. Without, networks are surer than few words of text allow of what a preterminal does not emit.
+      as Zipf's law too. For little text: there networks are too sure of what a preterminal does not emit.
     """
 
     def __init__(
