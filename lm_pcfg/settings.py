@@ -166,7 +166,7 @@ class BatchSection(Section):
 
 
 NEED_NETWORKS = (
-    "word_dimension", "emission_temperature", "emission_smoothing", "word_bias", "children",
+    "word_dimension", "spelling", "emission_temperature", "emission_smoothing", "word_bias", "children",
     "embedding_dropout", "feature_dropout", "rule_dropout",
 )  # fmt: skip
 
@@ -177,6 +177,9 @@ class ModelSection(Section):
     dimension: Count = setting(512, "dimension of the embeddings and networks")
     word_dimension: Count | None = setting(
         None, "dimension of a smaller word table, which a matrix takes to `dimension`; null: the same"
+    )
+    spelling: Count | None = setting(
+        None, "words share embeddings of the parts of their spelling that at least so many words have; null: none"
     )
     emission_temperature: float = setting(1.0, "divides the logits of words given a preterminal", gt=0)
     emission_smoothing: Fraction = setting(

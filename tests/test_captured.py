@@ -24,7 +24,7 @@ CASES = {
     "adamw": {"optimizer": {"name": "adamw", "weight_decay": 0.1, "clip": None}},
     "released": {"model": {"parameterization": "released", "word_dimension": 4, "emission_temperature": 0.7}},
     "tables": {"model": {"parameterization": "tables", "state_dropout": 0.2}},
-    "rotated": {"model": {"children": "rotated", "rule_dropout": 0.2}},
+    "rotated": {"model": {"children": "rotated", "rule_dropout": 0.2, "spelling": 2}},
     "nonterminal-root": {"model": {"root": "nonterminals"}},
     "bf16": {"networks": {"precision": "bf16"}},
 }

@@ -26,7 +26,7 @@ WORDS = 10_000
 @pytest.mark.parametrize("root", ["all", "nonterminals"])
 def test_parameters_are_those_of_the_model(parameterization, root):
     settings = ModelSection(nonterminals=7, preterminals=9, dimension=6, parameterization=parameterization, root=root)
-    built = build_model(settings, 11, seed=0)
+    built = build_model(settings, ["word"] * 11, seed=0)
     assert scaling.parameters(settings, 11) == sum(parameter.numel() for parameter in built.parameters())
 
 

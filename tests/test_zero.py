@@ -19,7 +19,7 @@ STAGES = ["zero1", "zero2", "zero3"]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("zero")
-    write_config(folder, optimizer={"clip": 0.5}, inside={"precision": "fp64"}, model={"dimension": 7})
+    write_config(folder, optimizer={"clip": 0.5}, inside={"precision": "fp64"}, model={"dimension": 7, "spelling": 2})
     run_ranks(1, [str(ROOT / "tests" / "zero_scenario.py"), str(folder)])
     return folder
 

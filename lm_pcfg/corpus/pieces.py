@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE, FORMAT_VERSION, VocabularyError, replace_file
+from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE, END_OF_SENTENCE, FORMAT_VERSION, VocabularyError, replace_file
 
 MODEL_FILE = "pieces.model"  # SentencePiece's own format: a protocol buffer
 KIND = "sentencepiece"
@@ -51,6 +51,12 @@ class PieceVocabulary:
 
     def __len__(self) -> int:
         return self._types
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The pieces, as SentencePiece writes them, and `<eos>` where it is ours."""
+        pieces = tuple(self._processor.id_to_piece(list(range(self._processor.get_piece_size()))))
+        return pieces + (END_OF_SENTENCE,) * (self._types - len(pieces))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PieceVocabulary) and (self.model, self.options) == (other.model, other.options)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from lm_pcfg.grammar.simple_pcfg import SimplePCFG
+from lm_pcfg.grammar.spelling import Spelling
 from lm_pcfg.grammar.table_pcfg import TablePCFG
 from lm_pcfg.settings import ModelSection
 
 
-def build_model(model: ModelSection, words: int, seed: int) -> nn.Module:
-    """words: size of the vocabulary. The weights are a function of the settings and the seed."""
+def build_model(model: ModelSection, words: Sequence[str], seed: int) -> nn.Module:
+    """words: the vocabulary. The weights are a function of it, the settings and the seed."""
     init = model.init
     if model.parameterization == "tables":
         return TablePCFG(
             nonterminals=model.nonterminals,
             preterminals=model.preterminals,
-            words=words,
+            words=len(words),
             root_over=model.root,
             symbol_deviation=1.0 if init.symbols is None else init.symbols,
             word_deviation=1.0 if init.words is None else init.words,
@@ -25,8 +28,9 @@ def build_model(model: ModelSection, words: int, seed: int) -> nn.Module:
     return SimplePCFG(
         nonterminals=model.nonterminals,
         preterminals=model.preterminals,
-        words=words,
+        words=len(words),
         dimension=model.dimension,
+        spelling=Spelling(words, model.word_dimension or model.dimension, model.spelling) if model.spelling else None,
         word_dimension=model.word_dimension,
         emission_temperature=model.emission_temperature,
         emission_smoothing=model.emission_smoothing,

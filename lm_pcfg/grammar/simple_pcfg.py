@@ -10,6 +10,7 @@ from flash_inside.softmax import child_probabilities, product_precision
 from lm_pcfg.grammar.boundary import Emission, Grammar
 from lm_pcfg.grammar.computation import EXACT, Computation
 from lm_pcfg.grammar.networks import ResidualLayer, initialise, residual_network, rotation
+from lm_pcfg.grammar.spelling import Spelling
 from lm_pcfg.grammar.state_dropout import Kept
 
 FEW = -5.0  # at the beginning 0.7 % of sentences have one word (PTB: 0.3 %)
@@ -39,6 +40,7 @@ class SimplePCFG(nn.Module):
       0.15, N 2048, every symbol begins as its own left and its own right child with probability 0.90, and what is never
       used stays so; and left and right begin almost alike (log probabilities correlate by 0.83).
     - word_dimension: u_w = W' v_w with a smaller table v (computed as (W'^T f5) . v_w, which is cheaper).
+    - spelling: u_w has a part that comes from how w is written, and is shared by all words written alike.
     - emission_temperature divides the emission's logits.
     - word_bias adds one number a word to them, which begins as log 1 / (rank + 2.7), Zipf's law for vocabularies sorted
       by frequency. (On the Penn Treebank that is within 0.03 nats of the frequencies.)
@@ -58,6 +60,7 @@ class SimplePCFG(nn.Module):
         emission_smoothing: float = 0.0,
         word_bias: bool = False,
         rotated_children: bool = False,
+        spelling: Spelling | None = None,
         parameterization: str = "paper",
         root_over: str = "all",
         init: str = "xavier_normal",
@@ -97,6 +100,7 @@ class SimplePCFG(nn.Module):
         self.background = nn.Parameter(log_zipf(words)) if emission_smoothing else None
         self.left_rotation = rotation(dimension, generator) if rotated_children else None
         self.right_rotation = rotation(dimension, generator) if rotated_children else None
+        self.spelling = spelling
 
     def forward(self, kept: Kept | None = None, how: Computation = EXACT) -> Grammar:
         """Every tensor that micro-batches need (under ZeRO 3 a parameter outside of forward is empty).
@@ -139,7 +143,7 @@ class SimplePCFG(nn.Module):
             features = features / self.emission_temperature
         how.mark("networks")
         # A view of the word table: the micro-batches' gradients must reach it through this graph alone.
-        words = self.words.view_as(self.words)
+        words = self.words.view_as(self.words) if self.spelling is None else self.words + self.spelling()
         if self.word_bias is not None:
             features, words = with_bias(features, words, self.word_bias)
         emission = Emission.of(features, words, how)

@@ -46,7 +46,7 @@ def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = 
     vocabulary = load_vocabulary(run_folder / "vocab")
     if loaded.state["vocabulary_hash"] != vocabulary.hash:
         raise UserError(f"{folder} was trained with another vocabulary than {run_folder / 'vocab'} holds")
-    model = build_model(settings.model, len(vocabulary), settings.seed)
+    model = build_model(settings.model, vocabulary.words, settings.seed)
     try:
         model.load_state_dict(loaded.weights(weights))
     except RuntimeError as error:

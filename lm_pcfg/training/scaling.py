@@ -104,7 +104,10 @@ class Prediction:
 
 
 def parameters(model: ModelSection, words: int) -> int:
-    """How many numbers the networks hold; the sum over `lm_pcfg.grammar.build.build_model`."""
+    """How many numbers the networks hold; the sum over `lm_pcfg.grammar.build.build_model`.
+
+    Without the parts of spellings: how many they are depends on the words.
+    """
     symbols, d = model.nonterminals + model.preterminals, model.dimension
     roots = symbols if model.root == "all" else model.nonterminals
     if model.parameterization == "tables":

@@ -79,7 +79,7 @@ class Steps:
         return steps if training.max_steps is None else min(steps, training.max_steps)
 
     def _build_model(self) -> torch.nn.Module:
-        return build_model(self.settings.model, len(self.corpora.vocabulary), self.settings.seed)
+        return build_model(self.settings.model, self.corpora.vocabulary.words, self.settings.seed)
 
     def step(self, batches: list[Batch]) -> bool:
         """One forward and one backward pass of the networks, whatever the number of micro-batches.
