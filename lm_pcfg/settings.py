@@ -67,11 +67,12 @@ Resume = Annotated[bool | str, PlainValidator(_resume)]
 
 @dataclass(frozen=True)
 class Init:
-    """How parameters start: `xavier_normal`, `xavier_uniform` or `normal(symbols, words)` with standard deviations."""
+    """How parameters start: `xavier_normal`, `xavier_uniform`, or, with standard deviations of the embeddings,
+    `normal(symbols, words)` or `contexts(symbols, words)`, where words begin as their neighbours in the text tell."""
 
-    scheme: Literal["xavier_normal", "xavier_uniform", "normal"] = "xavier_normal"
-    symbols: float | None = None  # standard deviation of symbol embeddings, for `normal`
-    words: float | None = None  # standard deviation of word embeddings, for `normal`
+    scheme: Literal["xavier_normal", "xavier_uniform", "normal", "contexts"] = "xavier_normal"
+    symbols: float | None = None  # standard deviation of symbol embeddings, for `normal` and `contexts`
+    words: float | None = None  # standard deviation of word embeddings
 
     @classmethod
     def parse(cls, value: object) -> Init:
@@ -81,14 +82,17 @@ class Init:
         if text in ("xavier_normal", "xavier_uniform"):
             return cls(text)  # type: ignore[arg-type]
         number = r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*"
-        if match := re.fullmatch(rf"normal\s*\({number},{number}\)", text):
-            symbols, words = float(match[1]), float(match[2])
+        if match := re.fullmatch(rf"(normal|contexts)\s*\({number},{number}\)", text):
+            symbols, words = float(match[2]), float(match[3])
             if 0 < min(symbols, words) <= max(symbols, words) < math.inf:
-                return cls("normal", symbols, words)
-        raise ValueError("should be xavier_normal, xavier_uniform or normal(symbols, words) such as normal(0.15, 0.1)")
+                return cls(match[1], symbols, words)  # type: ignore[arg-type]
+        raise ValueError(
+            "should be xavier_normal, xavier_uniform, normal(symbols, words) such as normal(0.15, 0.1), "
+            "or contexts(symbols, words)"
+        )
 
     def __str__(self) -> str:
-        return self.scheme if self.scheme != "normal" else f"normal({self.symbols}, {self.words})"
+        return self.scheme if self.symbols is None else f"{self.scheme}({self.symbols}, {self.words})"
 
 
 InitField = Annotated[Init, PlainValidator(Init.parse), PlainSerializer(str)]
@@ -195,7 +199,11 @@ class ModelSection(Section):
     parameterization: Literal["paper", "released", "tables"] = setting(
         "paper", "networks of the paper, of its released code, or free logits without networks (small grammars)"
     )
-    init: InitField = setting(Init(), "xavier_normal, xavier_uniform, or normal(symbols, words): standard deviations")
+    init: InitField = setting(
+        Init(),
+        "xavier_normal, xavier_uniform, or standard deviations of the embeddings: normal(symbols, words), or "
+        "contexts(symbols, words), where words begin as their neighbours in the training text tell",
+    )
     root: Literal["all", "nonterminals"] = setting("all", "start symbol -> any symbol, or nonterminals as in the paper")
     eos: Literal["implicit", "explicit"] = setting("implicit", "explicit: every line ends in an <eos> terminal")
     state_dropout: Fraction = setting(
@@ -224,6 +232,8 @@ class ModelSection(Section):
     @check(mode="after")
     def _networks_have_what_is_asked_for(self) -> ModelSection:
         if self.parameterization == "tables":
+            if self.init.scheme == "contexts":
+                raise ValueError("init: contexts needs word embeddings; use parameterization paper or released")
             for key in NEED_NETWORKS:
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} needs networks; use parameterization paper or released")

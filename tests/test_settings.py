@@ -109,7 +109,7 @@ def test_sections_fit_the_corpus(config: Path) -> None:
         ("model.eos=on", "model.eos = 'on' should be 'implicit' or 'explicit'"),
         ("tracking.mlflow=maybe", "tracking.mlflow = 'maybe' should be true or false"),
         ("resume=true", "resume = True should be false, auto or the path of a checkpoint"),
-        ("model.init=normal(0.1)", "model.init = 'normal(0.1)' should be xavier_normal, xavier_uniform or normal("),
+        ("model.init=normal(0.1)", "model.init = 'normal(0.1)' should be xavier_normal, xavier_uniform, normal("),
         ("model.init=normal(0, 0.1)", "model.init = 'normal(0, 0.1)' should be"),
         ("name=a/b", "name = 'a/b' should match"),
         ("name=12", "name = 12 should be text (in quotes if need be)"),

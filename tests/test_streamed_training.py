@@ -289,3 +289,13 @@ def test_a_mixture_survives_the_config_of_its_run(shards):
     settings = settings_for(shards, "training.max_steps=1", data=SOURCES["mixture"](shards))
     run = loop.train(settings)
     assert load_settings(run / "config.yaml").data.train == settings.data.train
+
+
+@pytest.mark.parametrize("source", ["raw", "prepared"])
+def test_words_begin_as_they_do_with_the_text_in_memory(shards, source):
+    overrides = "model.init=contexts(0.1, 0.3)", "data.max_length=8"
+    vectors = []
+    for changes in ({}, {"data": SOURCES[source](shards)}):
+        settings = settings_for(shards, *overrides, **changes)
+        vectors.append(data.word_vectors(settings, data.load_corpora(settings, None)))
+    torch.testing.assert_close(*vectors)

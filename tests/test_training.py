@@ -24,7 +24,16 @@ from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor
 from texts import write_config, write_text
 
 EVERYTHING_ON = {
-    "model": {"state_dropout": 0.25, "embedding_dropout": 0.1, "feature_dropout": 0.2, "word_dimension": 5},
+    "model": {
+        "state_dropout": 0.25,
+        "embedding_dropout": 0.1,
+        "feature_dropout": 0.2,
+        "rule_dropout": 0.1,
+        "word_dimension": 5,
+        "spelling": 2,
+        "children": "rotated",
+        "init": "contexts(0.3, 0.2)",
+    },
     "ema": {"decay": 0.9},
     "batch": {"sentences": 4, "accumulate": 2},
     "data": {"curriculum": {"start": 6}},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from lm_pcfg.grammar.simple_pcfg import SimplePCFG
 from lm_pcfg.grammar.spelling import Spelling
@@ -12,8 +12,11 @@ from lm_pcfg.grammar.table_pcfg import TablePCFG
 from lm_pcfg.settings import ModelSection
 
 
-def build_model(model: ModelSection, words: Sequence[str], seed: int) -> nn.Module:
-    """words: the vocabulary. The weights are a function of it, the settings and the seed."""
+def build_model(model: ModelSection, words: Sequence[str], seed: int, word_vectors: Tensor | None = None) -> nn.Module:
+    """words: the vocabulary. The weights are a function of it, the settings, the seed and the vectors.
+
+    word_vectors: for `init: contexts`, see `contexts.context_vectors`; None where other weights will be put in.
+    """
     init = model.init
     if model.parameterization == "tables":
         return TablePCFG(
@@ -38,8 +41,9 @@ def build_model(model: ModelSection, words: Sequence[str], seed: int) -> nn.Modu
         rotated_children=model.children == "rotated",
         parameterization=model.parameterization,
         root_over=model.root,
-        init="xavier_normal" if init.scheme == "normal" else init.scheme,
+        init="xavier_normal" if init.symbols is not None else init.scheme,
         symbol_deviation=init.symbols,
         word_deviation=init.words,
+        word_vectors=word_vectors,
         seed=seed,
     )

@@ -66,9 +66,13 @@ class SimplePCFG(nn.Module):
         init: str = "xavier_normal",
         symbol_deviation: float | None = None,
         word_deviation: float | None = None,
+        word_vectors: Tensor | None = None,
         seed: int = 0,
     ):
-        """init: scheme of the matrices; symbol_deviation, word_deviation: normal(symbols, words) for the tables."""
+        """init: scheme of the matrices; symbol_deviation, word_deviation: normal(symbols, words) for the tables.
+
+        word_vectors: [words, dimension of the words] of mean square 1, where words begin instead of at random.
+        """
         super().__init__()
         self.nonterminals, self.preterminals = nonterminals, preterminals
         self.parameterization = parameterization
@@ -94,6 +98,9 @@ class SimplePCFG(nn.Module):
         tables = {"symbols": symbol_deviation, "start": symbol_deviation, "root_output": symbol_deviation}
         generator = torch.Generator().manual_seed(seed)
         initialise(self, init, {**tables, "words": word_deviation}, generator)
+        if word_vectors is not None:
+            with torch.no_grad():
+                self.words.copy_(word_vectors * (word_deviation or 1.0))
         # After the others, which begin the same with and without them.
         self.one_word = nn.Parameter(torch.tensor([FEW])) if root_over == "all" else None
         self.word_bias = nn.Parameter(log_zipf(words)) if word_bias else None

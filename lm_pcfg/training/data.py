@@ -9,9 +9,12 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+from torch import Tensor
+
 from lm_pcfg.console import warn
 from lm_pcfg.corpus import ptb
-from lm_pcfg.corpus.batches import BatchOptions, BatchSource, BatchStream
+from lm_pcfg.corpus.batches import Batch, BatchOptions, BatchSource, BatchStream
 from lm_pcfg.corpus.blocks import Histogram, filtered_of, in_memory, kept_of
 from lm_pcfg.corpus.pieces import open_model
 from lm_pcfg.corpus.prepared import PreparedCorpus, is_prepared, read_manifest, unfinished, vocabulary_of
@@ -24,7 +27,10 @@ from lm_pcfg.corpus.text import COMPRESSION, EMBEDDED_PREFIX, read_words
 from lm_pcfg.corpus.vocabularies import AnyVocabulary
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyError, VocabularyOptions
 from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.contexts import context_vectors
 from lm_pcfg.settings import DataSection, Settings
+
+TEXT_FOR_CONTEXTS = 5_000_000  # words of streamed text that tell how words begin, with `init: contexts`
 
 
 @dataclass(frozen=True)
@@ -249,16 +255,43 @@ def _validation_text(settings: Settings, vocabulary: AnyVocabulary) -> Sentences
 
 
 def training_stream(settings: Settings, train: Sentences | StreamedText, *, rank: int, world_size: int) -> BatchSource:
-    options = BatchOptions(**settings.batch.model_dump())
-    curriculum = settings.data.curriculum.max_length_for_epoch
-    if isinstance(train, Sentences):
-        return BatchStream(
-            train, options, seed=settings.seed, max_length_for_epoch=curriculum, rank=rank, world_size=world_size
-        )
-    return ShardStream(
-        train.sources, train.vocabulary, options, train.limits, seed=settings.seed, max_length_for_epoch=curriculum,
-        rank=rank, world_size=world_size, workers=settings.data.workers, on_error=settings.data.on_error, warn=warn,
+    if isinstance(train, StreamedText):
+        return _shard_stream(settings, train, rank=rank, world_size=world_size)
+    return BatchStream(
+        train, BatchOptions(**settings.batch.model_dump()), seed=settings.seed,
+        max_length_for_epoch=settings.data.curriculum.max_length_for_epoch, rank=rank, world_size=world_size,
     )  # fmt: skip
+
+
+def _shard_stream(settings: Settings, train: StreamedText, *, rank: int, world_size: int) -> ShardStream:
+    return ShardStream(
+        train.sources, train.vocabulary, BatchOptions(**settings.batch.model_dump()), train.limits, seed=settings.seed,
+        max_length_for_epoch=settings.data.curriculum.max_length_for_epoch, rank=rank, world_size=world_size,
+        workers=settings.data.workers, on_error=settings.data.on_error, warn=warn,
+    )  # fmt: skip
+
+
+def word_vectors(settings: Settings, corpora: Corpora) -> Tensor | None:
+    """For `init: contexts`, from the training text, or the first part of it where it is streamed; otherwise None."""
+    model, train, types = settings.model, corpora.train, len(corpora.vocabulary)
+    if model.init.scheme != "contexts":
+        return None
+    ids, lengths = (train.ids, train.lengths) if isinstance(train, Sentences) else _first_text(settings, train)
+    return context_vectors(ids, lengths, types, model.word_dimension or model.dimension, settings.seed)
+
+
+def _first_text(settings: Settings, train: StreamedText) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, lengths) of the sentences that come first, whatever the number of processes."""
+    batches: list[Batch] = []
+    stream = _shard_stream(settings, train, rank=0, world_size=1)
+    try:
+        for _ in range(stream.steps_per_epoch(0)):
+            batches += stream.next_step()
+            if sum(batch.n_words for batch in batches) >= TEXT_FOR_CONTEXTS:
+                break
+    finally:
+        stream.close()
+    return np.concatenate([batch.words for batch in batches]), np.concatenate([batch.lengths for batch in batches])
 
 
 def metrics(

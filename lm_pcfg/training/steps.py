@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flash_inside import rules_type
 from flash_inside.softmax import product_precision
@@ -51,7 +52,7 @@ class Steps:
         self.settings, self.engine = settings, engine
         self.corpora = engine.together(lambda: data.load_corpora(settings, vocabulary))
         self.stream = data.training_stream(settings, self.corpora.train, rank=engine.rank, world_size=engine.world_size)
-        model = self._build_model().to(engine.device)
+        model = self._build_model(data.word_vectors(settings, self.corpora)).to(engine.device)
         self.skeleton = self._build_model().to("meta")  # names, shapes and forward, without memory
         self.learner = make_learner(model, settings.optimizer, engine)
         self.computation = training_computation(settings, engine)
@@ -78,8 +79,9 @@ class Steps:
         steps = self.position.step + self.stream.steps_left(training.epochs)
         return steps if training.max_steps is None else min(steps, training.max_steps)
 
-    def _build_model(self) -> torch.nn.Module:
-        return build_model(self.settings.model, self.corpora.vocabulary.words, self.settings.seed)
+    def _build_model(self, word_vectors: Tensor | None = None) -> torch.nn.Module:
+        settings, words = self.settings, self.corpora.vocabulary.words
+        return build_model(settings.model, words, settings.seed, word_vectors)
 
     def step(self, batches: list[Batch]) -> bool:
         """One forward and one backward pass of the networks, whatever the number of micro-batches.
