@@ -13,8 +13,17 @@ from texts import write_config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_four_ranks_share_the_emission_and_train_as_one_does(tmp_path, device):
+@pytest.mark.parametrize(
+    ("device", "inside", "networks", "tolerance"),
+    [
+        ("cpu", "fp32", "fp32", 1e-4),
+        pytest.param("cuda", "fp32", "fp32", 1e-4, marks=pytest.mark.gpu),
+        # Sums of 16 sentences and of 4 times 4 round differently, and Adam's first steps, of which only the sign of the
+        # gradient is left, make that grow: 1.5e-4 at the 20th step on an H200, where the loss has fallen by a third.
+        pytest.param("cuda", "bf16", "tf32", 1e-3, marks=pytest.mark.gpu),
+    ],
+)
+def test_four_ranks_share_the_emission_and_train_as_one_does(tmp_path, device, inside, networks, tolerance):
     on_gpu = device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         pytest.skip("no GPU")
@@ -24,7 +33,7 @@ def test_four_ranks_share_the_emission_and_train_as_one_does(tmp_path, device):
     )
     config = write_config(
         tmp_path, device=device, model=model, batch={"sentences": 4}, engine={"backend": "gloo"},
-        inside={"precision": "bf16" if on_gpu else "fp32"}, networks={"precision": "tf32" if on_gpu else "fp32"},
+        inside={"precision": inside}, networks={"precision": networks},
         optimizer={"learning_rate": 2e-4},  # rounding errors grow with the steps
     )  # fmt: skip
     visible = {"CUDA_VISIBLE_DEVICES": "0"} if on_gpu else {}
@@ -37,7 +46,7 @@ def test_four_ranks_share_the_emission_and_train_as_one_does(tmp_path, device):
         assert results[ranks]["device"].startswith(device)
     one, four = results[1], results[4]
     assert len(one["losses"]) == STEPS
-    assert four["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert four["losses"] == pytest.approx(one["losses"], rel=tolerance)
     (whole,) = one["logits"]
     assert whole % (2 * STEPS * preterminals) == 0  # forward and again backward
     column = whole // preterminals
