@@ -294,8 +294,10 @@ def test_a_mixture_survives_the_config_of_its_run(shards):
 @pytest.mark.parametrize("source", ["raw", "prepared"])
 def test_words_begin_as_they_do_with_the_text_in_memory(shards, source):
     overrides = "model.init=contexts(0.1, 0.3)", "data.max_length=8"
-    vectors = []
+    vectors, announced = [], []
     for changes in ({}, {"data": SOURCES[source](shards)}):
         settings = settings_for(shards, *overrides, **changes)
-        vectors.append(data.word_vectors(settings, data.load_corpora(settings, None)))
+        vectors.append(data.word_vectors(settings, data.load_corpora(settings, None), announced.append))
     torch.testing.assert_close(*vectors)
+    assert all("neighbours" in line for line in announced)
+    assert len(announced) == 2

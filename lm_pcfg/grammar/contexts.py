@@ -72,4 +72,5 @@ def neighbour_information(ids: np.ndarray, lengths: np.ndarray, words: int) -> T
     indices = torch.from_numpy(np.stack((np.concatenate(rows), np.concatenate(columns))))
     size = words, len(NEIGHBOURS) * width
     values_of = torch.from_numpy(np.concatenate(values)).float()
-    return torch.sparse_coo_tensor(indices, values_of, size, check_invariants=True).coalesce()
+    with torch.sparse.check_sparse_tensor_invariants():  # said once and for all: some versions warn otherwise
+        return torch.sparse_coo_tensor(indices, values_of, size).coalesce()

@@ -271,11 +271,12 @@ def _shard_stream(settings: Settings, train: StreamedText, *, rank: int, world_s
     )  # fmt: skip
 
 
-def word_vectors(settings: Settings, corpora: Corpora) -> Tensor | None:
+def word_vectors(settings: Settings, corpora: Corpora, announce: Callable[[str], None]) -> Tensor | None:
     """For `init: contexts`, from the training text, or the first part of it where it is streamed; otherwise None."""
     model, train, types = settings.model, corpora.train, len(corpora.vocabulary)
     if model.init.scheme != "contexts":
         return None
+    announce(f"init: the neighbours of {types:,} words tell where they begin (once; seconds to a minute)")
     ids, lengths = (train.ids, train.lengths) if isinstance(train, Sentences) else _first_text(settings, train)
     return context_vectors(ids, lengths, types, model.word_dimension or model.dimension, settings.seed)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_inside import rules_type
 from flash_inside.softmax import product_precision
-from lm_pcfg.console import warn
+from lm_pcfg.console import say, warn
 from lm_pcfg.corpus.batches import Batch
 from lm_pcfg.corpus.vocabularies import AnyVocabulary
 from lm_pcfg.grammar.boundary import Grammar, backward_through
@@ -52,7 +52,8 @@ class Steps:
         self.settings, self.engine = settings, engine
         self.corpora = engine.together(lambda: data.load_corpora(settings, vocabulary))
         self.stream = data.training_stream(settings, self.corpora.train, rank=engine.rank, world_size=engine.world_size)
-        model = self._build_model(data.word_vectors(settings, self.corpora)).to(engine.device)
+        announce = say if engine.rank == 0 else (lambda _: None)
+        model = self._build_model(data.word_vectors(settings, self.corpora, announce)).to(engine.device)
         self.skeleton = self._build_model().to("meta")  # names, shapes and forward, without memory
         self.learner = make_learner(model, settings.optimizer, engine)
         self.computation = training_computation(settings, engine)
