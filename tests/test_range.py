@@ -218,3 +218,24 @@ def test_recomputed_sentences_give_bf16_rules_fp32_gradients():
     for tensor in rules[1:]:
         assert tensor.grad.dtype == torch.float32
         assert (tensor.grad != tensor.grad.to(torch.bfloat16).float()).any()
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("spoilt", ["root", "left", "right", "emissions"])
+def test_nan_is_neither_a_figure_nor_impossible(spoilt, backend):
+    """A sentence of two words needs no rule of nonterminal children; one of three does."""
+    rules, emissions = random_rules(3, 4), random_emissions(5, 4)
+    tensors = {**rules._asdict(), "emissions": emissions}
+    tensors[spoilt].view(-1)[-1 if spoilt == "emissions" else 0] = float("nan")  # the last word is of the second
+    precision = "fp64" if backend == "reference" else "fp32"
+    log_z, gradients = run(rules, emissions, [2, 3], precision, backend)
+    assert log_z.isnan().tolist() == [spoilt == "root", True]
+    assert not all(gradient.isfinite().all() for gradient in gradients)
+    with pytest.raises(ValueError, match="NaN"):
+        flash_inside.viterbi(rules, emissions, [2, 3], backend=backend)
+
+
+def test_memory_for_gradients_has_the_shape_of_the_rules():
+    memory = torch.empty(3, 4), torch.empty(3, 4)
+    with pytest.raises(ValueError, match=r"of_rules must be two tensors \[3, 7\]"):
+        flash_inside.inside_unchecked(random_rules(3, 4), random_emissions(5, 4), [2, 3], of_rules=memory)

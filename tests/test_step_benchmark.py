@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 
 import pytest
 import typer
@@ -39,10 +40,20 @@ def test_one_row_for_every_size(tmp_path, capsys):
     assert plot.read_text().count("<rect") == 1 + 5 + 5 * len(rows)  # background, legend, bars
 
 
-def test_what_cannot_be_done_is_found_first(tmp_path, capsys):
-    for file, said in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "none" / "a.csv", "make it first")):
-        with pytest.raises(UserError, match=said):
-            step_benchmark.main(None, [], [1], [1], 1, None, file)
+def test_what_cannot_be_done_is_found_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(step_benchmark, "bench_steps", lambda *_: pytest.fail("measured"))
+    circle = tmp_path / "circle"  # nobody can write there, root neither
+    circle.symlink_to(circle)
+    wrong_files = (
+        (tmp_path, f"{tmp_path} is a folder; name a file in it"),
+        (tmp_path / "none" / "a.csv", f"there is no folder {tmp_path / 'none'}; make it first"),
+        (circle, f"{circle}: cannot be written: Too many levels of symbolic links"),
+        (tmp_path / ("a" * 300), "cannot be written: File name too long"),
+    )
+    for file, said in wrong_files:
+        for table, plot in ((file, None), (None, file)):
+            with pytest.raises(UserError, match=re.escape(said)):
+                step_benchmark.main(None, [], [1], [1], 1, table, plot)
     for key, said in (("model.preterminals", "twice the nonterminals"), ("batch.sentences", "use --sentences")):
         with pytest.raises(UserError, match=f"{key} would have no effect in bench step; .*{said}"):
             step_benchmark.main(None, [f"{key}=5"], [1], [1], 1, None, None)
@@ -50,6 +61,7 @@ def test_what_cannot_be_done_is_found_first(tmp_path, capsys):
         with pytest.raises(typer.BadParameter, match="whole numbers from 1 to 2\\^30"):
             _numbers("--sentences", text)
     assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == [circle]
 
 
 def test_synthetic_text_has_the_lengths_of_the_treebank():

@@ -303,13 +303,47 @@ def test_viterbi(n, lengths):
 
 
 @runs_kernels
-def test_two_backward_passes_are_bitwise_equal():
-    lengths = [7, 3, 5]
-    rules = Rules(*(t.float().to(DEVICE) for t in random_rules(16, 32)))
-    emissions = random_emissions(15, 32, dtype=torch.float32).to(DEVICE)
-    weight = torch.ones(3, device=DEVICE)
-    runs = [gradients(rules, emissions, lengths, weight, "fp32", "triton")[1] for _ in range(2)]
-    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+def test_gradients_of_fp16_rules_are_as_large_as_fp16_can_hold():
+    """Counts over small probabilities leave its range; the torch backend clamps them too."""
+    rules = Rules(*(t.to(DEVICE) for t in random_rules(7, 5, spread=8.0, dtype=torch.float16)))
+    emissions = random_emissions(5, 5, spread=8.0, dtype=torch.float32).to(DEVICE)
+    weight = torch.ones(1, device=DEVICE)
+    ours, truth = (gradients(rules, emissions, [5], weight, "fp32", backend)[1] for backend in ("triton", "torch"))
+    for one, other in zip(ours, truth, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)
+
+
+def passes_are_equal(n, p, lengths, precision, passes=2):
+    """Log Z and every gradient of the same pass, bit by bit."""
+    rules_type = torch.bfloat16 if precision == "bf16" else torch.float32
+    rules = Rules(*(t.to(DEVICE) for t in random_rules(n, p, dtype=rules_type)))
+    emissions = random_emissions(sum(lengths), p, dtype=torch.float32).to(DEVICE)
+    weight = torch.linspace(0.5, 2.0, len(lengths)).to(DEVICE)
+    runs = [gradients(rules, emissions, lengths, weight, precision, "triton") for _ in range(passes)]
+    for log_z, found in runs:
+        assert log_z.isfinite().all()
+        assert torch.equal(log_z, runs[0][0])
+        assert all(torch.equal(one, other) for one, other in zip(found, runs[0][1], strict=True))
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("n", "p", "lengths", "precision"),
+    [(16, 32, [7, 3, 5], "fp32"), (272, 288, [4, 1, 6, 2], "bf16")],  # the second has a chart in bf16
+    ids=["fp32", "bf16"],
+)
+def test_two_backward_passes_are_bitwise_equal(n, p, lengths, precision):
+    passes_are_equal(n, p, lengths, precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="hours in the interpreter")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_passes_of_a_batch_are_bitwise_equal_natively(precision):
+    """As launched, as captured in a CUDA graph, and replayed."""
+    lengths = [2, 40, 17, 33, 5, 28, 21, 3, 12, 38, 9, 24, 31, 19, 14, 26]
+    passes_are_equal(1024, 2048, lengths, precision, passes=4)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter runs on a CPU")

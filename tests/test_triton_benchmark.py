@@ -38,9 +38,10 @@ def test_one_csv_and_one_plot(tmp_path, capsys):
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
-    monkeypatch.setattr(inside, "_error", lambda *_: 0.5)
-    assert inside.main(["--grid", "4x3x1", "--methods", "torch", "--device", "cpu"]) == 1
-    assert "WRONG" in capsys.readouterr().out
+    for wrong in ((0.5, 0.0), (0.0, 0.5), (float("nan"), 0.0), (0.0, float("nan"))):  # log Z, gradients
+        monkeypatch.setattr(inside, "_errors", lambda *_, wrong=wrong: wrong)
+        assert inside.main(["--grid", "4x3x1", "--methods", "torch", "--device", "cpu"]) == 1
+        assert "WRONG" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -51,13 +52,16 @@ def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
         (inside, "--grid 8x1x2", "'8x1x2': sizes are NxWORDSxSENTENCES"),
         (inside, "--device tpu", "--device tpu: should be cuda or cpu"),
         (inside, "--device cuda:99", "--device cuda:99: there is no"),
-        (inside, "--csv {folder}", "cannot be written: Is a directory"),
+        (inside, "--csv {folder}", "is a folder; name a file in it"),
         (inside, "--plot {folder}/none/a.svg", "there is no folder"),
-        (normalizers, "--csv {folder}", "cannot be written: Is a directory"),
+        (normalizers, "--csv {folder}", "is a folder; name a file in it"),
+        (normalizers, f"--csv {{folder}}/{'a' * 300}", "cannot be written: File name too long"),
         (viterbi, "--backend magic", "invalid choice: 'magic'"),
         (viterbi, "--backend triton --device cpu", "--backend triton needs a GPU"),
         (viterbi, "--repeats 0", "'0' should be a whole number, at least 1"),
         (extremes, "--backend triton --device cpu", "--backend triton needs a GPU"),
+        (extremes, "--backend reference --precision bf16", "--backend reference computes in fp32 here, not in bf16"),
+        (extremes, "--backend reference --precision tf32", "--backend reference computes in fp32 here, not in tf32"),
         (extremes, "--longest 1", "'1' should be a whole number, at least 2"),
         (extremes, "--nonterminals -3", "'-3' should be a whole number, at least 1"),
     ],
@@ -149,7 +153,7 @@ def test_normalizers(tmp_path, capsys):
     ("wrong", "said"),
     [
         (["--device", "gpu"], "--device gpu: should be cuda or cpu"),
-        (["--csv", "."], ".: cannot be written: Is a directory"),
+        (["--csv", "."], ". is a folder; name a file in it"),
         (["--csv", "none/a.csv"], "there is no folder none"),
         (["--grid", "4x5"], "sizes are PRETERMINALSxWORDSxDIMENSION"),
     ],

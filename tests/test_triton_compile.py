@@ -1,20 +1,25 @@
-"""Every kernel, as the backend launches it for the sizes below, compiles for sm_80 and sm_90: no GPU is needed.
+"""Every kernel, as it is launched for the sizes below, compiles for sm_80 and sm_90: no GPU is needed.
 
-The launches are not written down here a second time: the passes run on CPU tensors with launching replaced by noting
-what would be launched (types, alignment, divisibility, constants), and that is compiled ahead of time.
+The launches are not written down here a second time: the passes run on tensors without memory with launching replaced
+by noting what would be launched (types, alignment, divisibility, constants), and that is compiled ahead of time, each
+specialisation once.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from flash_inside import Rules
+from flash_inside.benchmarks.lengths import ptb_lengths
 from flash_inside.packing import Layout
-from grammars import random_emissions, random_rules
+from flash_inside.softmax import child_probabilities, log_normalizers
 
 triton = pytest.importorskip("triton")
 pytestmark = [
@@ -38,8 +43,15 @@ SIZES = [
     (1, 2, "fp32"),
     (2001, 33, "bf16"),
 ]
-#: The same for tensors without memory, the root in fp64 as the trainer has it: all that training uses
+#: All that training uses, with the root in fp64 as the trainer has it
 TRAINING_SIZES = [(2**k, 2 ** (k + 1), precision) for k in range(5, 16) for precision in ("bf16", "fp32")]
+#: Triton compiles an integer that is 1, one that 16 divides, and any other one differently. So: one, two and sixteen
+#: sentences, with each number of words of these three kinds that they can have.
+BATCHES = [[1], [9], [16], [8, 2], [8, 8], [3, *[2] * 15], [2] * 16]
+#: Best trees take more rows at a time from 65 rows of a width on; here of the words and of their pairs.
+VITERBI_BATCHES = [[3], [3] * 16, [3] * 35, [3] * 48]
+#: For every size of a block: words that 16 divides or not (rows of logits are padded to a multiple of 16)
+VOCABULARIES = (99, 112, 199, 208, 499, 512, 999, 1008, 1999, 2000, 9999, 10000)
 
 
 def specialisation(kernel, arguments, options):
@@ -56,7 +68,7 @@ def specialisation(kernel, arguments, options):
             continue
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
-            if value.data_ptr() % 16 == 0:
+            if value.data_ptr() % 16 == 0:  # without memory: where it would lie in memory that begins at 0
                 divisible.append(number)
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
@@ -67,13 +79,13 @@ def specialisation(kernel, arguments, options):
     return tuple(signature.items()), tuple(constants.items()), tuple(divisible), warps
 
 
-@pytest.fixture(scope="module")
-def launches():
-    """{(kernel, specialisation)} of forward and backward passes in every precision."""
+@contextmanager
+def noted() -> Iterator[dict]:
+    """A dictionary whose keys are the (kernel, specialisation) that are launched while this lasts, none of them run."""
     from triton.runtime.jit import JITFunction
 
-    from flash_inside import triton_backend, triton_kernels
-    from flash_inside.softmax import triton_rows
+    from flash_inside import triton_kernels
+    from flash_inside.softmax import rows
 
     if not isinstance(triton_kernels.row_of, JITFunction):
         pytest.skip("the kernels were imported in the interpreter")
@@ -84,41 +96,84 @@ def launches():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", note)
-        for n, p, precision in SIZES:
-            for root in ("all", "nonterminals"):
-                rules_type = torch.bfloat16 if precision == "bf16" else torch.float32
-                rules = random_rules(n, p, root=root, dtype=rules_type)
-                emissions = random_emissions(10, p, dtype=torch.float32)
-                inputs = [tensor.requires_grad_() for tensor in (*rules, emissions)]
-                lengths = [8, 2]
-                result = triton_backend.inside(Rules(*inputs[:3]), inputs[3], lengths, precision, Layout(lengths))
-                torch.autograd.grad(result.log_z.sum(), inputs)
-        for n, p, precision in TRAINING_SIZES:
-            for root_size in (n + p, n):
-                rules_type = torch.bfloat16 if precision == "bf16" else torch.float32
-                types = torch.float64, rules_type, rules_type, torch.float32
-                shapes = (root_size,), (n, n + p), (n, n + p), (10, p)
-                inputs = [
-                    torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-                    for shape, dtype in zip(shapes, types, strict=True)
-                ]
-                result = triton_backend.inside(Rules(*inputs[:3]), inputs[3], [8, 2], precision, Layout([8, 2]))
-                torch.autograd.grad(result.log_z.sum(), inputs)
-        for columns in (1000, 1008, 12288):
-            for out in (torch.float32, torch.bfloat16):
-                logits, values = torch.empty(2, columns), torch.empty(2)
-                narrow = torch.empty(2, columns, dtype=out)
-                triton_rows.log_sum_exp(logits, columns - 1, values)
-                triton_rows.scaled_exp(logits, columns - 1, values, values, narrow)
-                triton_rows.softmax(logits, narrow)
-                triton_rows.softmax_gradient(narrow, logits, narrow)
-        from flash_inside import trees
+        patch.setattr(rows, "_in_triton", lambda tensor: True)
+        yield seen
 
-        for n in (512, 33):
-            rules = random_rules(n, n + 8, dtype=torch.float32)
-            values = random_emissions(70, n + 8, dtype=torch.float32)
-            trees._Chart(rules, values, Layout([70]), torch.float32, triton=True)
+
+def without_memory(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+def launch_inside(n, p, precision, lengths, root_type=None):
+    """Both passes, with and without one-word sentences."""
+    from flash_inside import triton_backend
+
+    rules_type = torch.bfloat16 if precision == "bf16" else torch.float32
+    for root_size in (n + p, n):
+        root = without_memory(root_size, dtype=root_type or rules_type)
+        left, right = (without_memory(n, n + p, dtype=rules_type) for _ in range(2))
+        emissions = without_memory(sum(lengths), p)
+        result = triton_backend.inside(Rules(root, left, right), emissions, lengths, precision, Layout(lengths))
+        torch.autograd.grad(result.log_z.sum(), (root, left, right, emissions))
+
+
+def launch_viterbi(n, p, lengths):
+    from flash_inside import trees
+
+    rules = Rules(without_memory(n + p), without_memory(n, n + p), without_memory(n, n + p))
+    with torch.no_grad():
+        trees._Chart(rules, without_memory(sum(lengths), p), Layout(lengths), torch.float32, triton=True)
+
+
+def launch_softmaxes(n, p, dimension=16):
+    """Probabilities of children in fp32 and bf16, from products in fp32 and bf16."""
+    for rules_type in (torch.float32, torch.bfloat16):
+        for precision in ("fp32", "bf16"):
+            tables = [without_memory(size, dimension) for size in (n, n + p, n + p)]
+            results = child_probabilities(*tables, rules_type, precision)[2:]
+            torch.autograd.grad([result.sum() for result in results], tables)
+
+
+def launch_normalizers(words, dimension=16):
+    for precision in ("fp32", "bf16"):
+        tables = without_memory(32, dimension), without_memory(words, dimension)
+        torch.autograd.grad(log_normalizers(*tables, precision).sum(), tables)
+
+
+@pytest.fixture(scope="module")
+def launches():
+    """{(kernel, specialisation)} of everything that is launched for these sizes and batches."""
+    with noted() as seen:
+        for lengths in BATCHES:
+            for n, p, precision in TRAINING_SIZES:
+                launch_inside(n, p, precision, lengths, root_type=torch.float64)
+        for n, p, precision in SIZES:
+            launch_inside(n, p, precision, [8, 2])
+        for n, p, _ in TRAINING_SIZES[::2]:
+            launch_softmaxes(n, p)
+            for lengths in VITERBI_BATCHES:
+                launch_viterbi(n, p, lengths)
+        for n, p in ((272, 736), (301, 700)):
+            launch_softmaxes(n, p)
+        for n, p in ((512, 520), (33, 41)):
+            launch_viterbi(n, p, [70])
+        for words in VOCABULARIES:
+            launch_normalizers(words)
     return list(seen)
+
+
+def test_other_batches_launch_nothing_else(launches):
+    with noted() as seen:
+        for n, lengths in ((4096, [40] * 16), (8192, [20] * 16), (512, [9]), (32, [31, 1]), (1024, [64])):
+            launch_inside(n, 2 * n, "bf16", lengths, root_type=torch.float64)
+            launch_viterbi(n, 2 * n, lengths)
+        for count in (1, 7, 16, 32, 33):
+            for n in (64, 2048):
+                launch_inside(n, 2 * n, "fp32", ptb_lengths(count, seed=count), root_type=torch.float64)
+                launch_viterbi(n, 2 * n, ptb_lengths(count, seed=count))
+        for n in (32, 512, 8192):  # rows of 96, 1536, 24,576
+            launch_softmaxes(n, 2 * n)
+    assert {kernel.fn.__name__ for kernel, _ in seen.keys() - set(launches)} == set()
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -128,13 +183,18 @@ def test_every_specialisation_compiles(launches, capability):
 
     names = {kernel.fn.__name__ for kernel, _ in launches}
     assert len(names) >= 17
-    for kernel, (signature, constants, divisible, warps) in launches:
+
+    def compile_one(launch):
+        kernel, (signature, constants, divisible, warps) = launch
         source = ASTSource(
             fn=kernel,
             signature=dict(signature),
             constexprs={(kernel.arg_names.index(name),): value for name, value in constants},
             attrs={(number,): [["tt.divisibility", 16]] for number in divisible},
         )
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-        assert f"sm_{capability}" in compiled.asm["ptx"]
-        assert compiled.asm["cubin"]
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+    with ThreadPoolExecutor(2) as pool:  # much of it is not Python: MLIR, LLVM, ptxas
+        for compiled in pool.map(compile_one, launches):
+            assert f"sm_{capability}" in compiled.asm["ptx"]
+            assert compiled.asm["cubin"]

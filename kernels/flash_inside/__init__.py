@@ -14,6 +14,7 @@ from flash_inside.interface import (
     span_marginals,
     viterbi,
 )
+from flash_inside.mbr import mbr
 from flash_inside.rules import Rules
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "free_memory",
     "inside",
     "inside_unchecked",
+    "mbr",
     "rules_type",
     "span_marginals",
     "viterbi",

@@ -48,7 +48,8 @@ def inside(
                 | "auto": "triton" for CUDA tensors unless in fp64, else "torch"
 
     Differentiable (once) in root, left, right and emissions. A sentence the grammar cannot generate has -inf and a zero
-    gradient. A sentence whose numbers leave the range of the format is recomputed, so it is right for any rules.
+    gradient. A sentence whose numbers leave the range of the format is recomputed, so it is right for any rules. A
+    sentence that needs a rule or an emission that is NaN has NaN.
     """
     lengths = _check(rules, emissions, lengths, precision, backend)
     backend = _choose(backend, emissions, precision)
@@ -82,7 +83,8 @@ def inside_unchecked(
     A sentence that is not trusted left the range of the number format: its log Z means nothing and it has no gradient.
     Give those to `inside`.
 
-    of_rules    memory into which the backward may write the gradients of left and right, instead of new memory
+    of_rules    memory [N, N+P] twice, into which the backward may write the gradients of left and right; only for the
+                first backward since they were cleared: a second would write over what autograd is to add to
     rules_stay  the rules of later calls will lie in the same memory: CUDA graphs may read them there
     """
     lengths = _check(rules, emissions, lengths, precision, backend)
@@ -90,6 +92,8 @@ def inside_unchecked(
     if not lengths or rules.per_sentence or backend == "reference":
         log_z = inside(rules, emissions, lengths, precision, backend)
         return log_z, torch.ones_like(log_z, dtype=torch.bool)
+    if of_rules is not None and any(memory.shape != rules.left.shape for memory in of_rules):
+        raise ValueError(f"of_rules must be two tensors {list(rules.left.shape)}, as left and right are")
     return _first_pass(rules, emissions, lengths, precision, backend, of_rules, rules_stay)
 
 
@@ -136,6 +140,8 @@ def viterbi(
     backend = _choose(backend, emissions, precision)
     if not lengths:
         return []
+    if any(tensor.isnan().any() for tensor in (*rules, emissions)):
+        raise ValueError("rules or emissions have NaN: no tree is the best")
     if backend == "reference":
         return reference.viterbi(rules, emissions, lengths, _result_type(precision))
     if rules.per_sentence:

@@ -137,8 +137,8 @@ def _tree(score: Tensor, nodes: list[tuple[int, int, int]]) -> tuple[float, list
 
 def safe_log(probabilities: Tensor) -> Tensor:
     """log p, with -inf and a zero gradient where p is 0 (the derivative by log p is the expected count: zero)."""
-    positive = probabilities > 0
-    return torch.where(positive, probabilities, 1.0).log().masked_fill(~positive, NEGATIVE_INFINITY)
+    zero = probabilities <= 0  # not NaN, which stays NaN
+    return torch.where(zero, 1.0, probabilities).log().masked_fill(zero, NEGATIVE_INFINITY)
 
 
 def log_sum_exp(values: Tensor, dim: int) -> Tensor:

@@ -247,7 +247,7 @@ def _derivatives(chart: _Chart, top_rows: Tensor, top_sums: Tensor) -> _Derivati
     return _Derivatives(totals.to(chart.precision.storage).flatten(1), largest, posterior)
 
 
-def _finite(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+def finite(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """Counts over tiny probabilities may be too large for the type: as large as it can be (see `rules.upcast`)."""
     limit = torch.finfo(dtype).max / 64
     if torch.finfo(gradient.dtype).max > limit * 64:
@@ -289,8 +289,8 @@ class _ScaledInside(torch.autograd.Function):
             largest[longer:] = torch.where(top_sums[longer:] > 0, weights.root[n:].amax() / top_sums[longer:], 0.0)
         largest = largest.scatter_reduce_(0, sentence, derivatives.largest.double(), "amax")
         possible = torch.ones_like(top_sums, dtype=torch.bool)
-        emitted = emissions.index_select(0, chart.leaf_word).amax(1) > float("-inf")  # [words]
-        possible[sentence[:words][~emitted]] = False
+        nothing = emissions.index_select(0, chart.leaf_word).amax(1) == float("-inf")  # [words]; NaN is not nothing
+        possible[sentence[:words][nothing]] = False
         if root.shape[0] == n:
             possible[longer:] = False
         in_range = torch.isfinite(top_sums) & (largest <= LARGEST_TRUSTED_D[precision.compute])
@@ -349,4 +349,4 @@ class _ScaledInside(torch.autograd.Function):
         d_emissions[leaf_word] = d_leaf_rows * leaves.to(compute)
         d_both = torch.cat((d_weights, d_leaf_weights), dim=1)  # [2N, N+P]
         gradients = (d_root, d_both[:n], d_both[n:], d_emissions)
-        return (*map(_finite, gradients, ctx.gradient_types), None, None)
+        return (*map(finite, gradients, ctx.gradient_types), None, None)

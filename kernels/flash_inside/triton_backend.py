@@ -19,7 +19,7 @@ from torch import Tensor
 from flash_inside import triton_graphs
 from flash_inside.packing import Layout
 from flash_inside.rules import Rules, gradient_type
-from flash_inside.scaled import LARGEST_FP32_CHART, Result
+from flash_inside.scaled import LARGEST_FP32_CHART, Result, finite
 from flash_inside.triton_chart import Chart, Kept, Tables, Weights, product_precision
 from flash_inside.triton_gradients import RuleMemory, Wanted, gradients
 
@@ -104,11 +104,11 @@ class _TritonInside(torch.autograd.Function):
     def backward(ctx: Any, d_log_z: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:
         root, left, right, *kept = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        root_type, left_type, right_type, emission_type = ctx.gradient_types
+        types = [torch.float32 if dtype == torch.float16 else dtype for dtype in ctx.gradient_types]
         wanted = Wanted(
-            root_type if needs[0] else None,
-            left_type if needs[1] or needs[2] else None,
-            emission_type if needs[3] else None,
+            types[0] if needs[0] else None,
+            types[1] if needs[1] or needs[2] else None,
+            types[3] if needs[3] else None,
         )
         d_log_z = d_log_z.float().contiguous()
         with product_precision(ctx.precision):
@@ -123,11 +123,17 @@ class _TritonInside(torch.autograd.Function):
                     allocate, allocate, ctx.of_rules,
                 )  # fmt: skip
         if found.right is not None:  # the rules may have two types; their gradients are computed in that of left
-            found = found._replace(right=found.right.to(right_type))
+            found = found._replace(right=found.right.to(types[2]))
+        if torch.float16 in ctx.gradient_types:  # of a range that counts over small probabilities leave
+            found = type(found)(*map(_in_type, found, ctx.gradient_types))
         if ctx.of_rules is not None and found.left is not None and found.right is not None:
             # Another tensor over the same memory: one that is held elsewhere autograd would copy.
             found = found._replace(left=found.left.detach(), right=found.right.detach())
         return (*found, None, None, None, None, None)
+
+
+def _in_type(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if gradient is None else finite(gradient, dtype)
 
 
 def _allocator(device: torch.device) -> Any:

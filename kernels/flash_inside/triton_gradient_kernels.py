@@ -13,7 +13,7 @@ import triton.language as tl
 from flash_inside.triton_kernels import nan_to_inf, row_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])
 def posterior_kernel(
     beta,
     d_beta,
@@ -136,7 +136,7 @@ def clear_kernel(d_children, usable, posterior, offset, prefix, capacity, n, BLO
                 tl.store(d_children + row * (2 * n) + first + columns, zeros, mask=first + columns < 2 * n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row"])
 def weigh_kernel(
     rows,
     weighted,
@@ -213,7 +213,7 @@ def emission_gradient_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sentences", "words"])
 def root_gradient_kernel(
     beta,
     leaves,

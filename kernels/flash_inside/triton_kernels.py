@@ -179,7 +179,7 @@ def normalise_kernel(
         tl.store(scale + row, tl.where(largest > 0, log_scale + tl.log(divisor.to(tl.float64)), float("-inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])
 def top_kernel(
     beta, leaves, root, top_sum, offset, prefix, lengths, words, n, p, ONE_WORD: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -61,7 +61,7 @@ def max_plus(values: Tensor, weight: Tensor, out: Tensor) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "words"])
 def split_maximum_kernel(children, beta, offset, prefix, lengths, width, words, n, BLOCK: tl.constexpr):
     """beta_ij = max_k eta_ik + zeta_kj for every span of a width. Grid: (blocks of N, first words, sentences)."""
     block, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)

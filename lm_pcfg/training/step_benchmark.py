@@ -28,6 +28,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
+from flash_inside.benchmarks.arguments import why_not_written
 from flash_inside.benchmarks.lengths import ptb_lengths
 from flash_inside.benchmarks.results import Results, Row
 from lm_pcfg.errors import UserError
@@ -70,10 +71,8 @@ def main(
         if key in DECIDED:
             raise UserError(f"command line: {key} would have no effect in bench step; {DECIDED[key]}")
     for path in (table, plot):
-        if path is not None and not path.parent.is_dir():  # before anything is measured
-            raise UserError(f"{path}: there is no folder {path.parent}; make it first")
-        if path is not None and path.is_dir():
-            raise UserError(f"{path} is a folder; name a file in it")
+        if path is not None and (problem := why_not_written(path)):  # before anything is measured
+            raise UserError(problem)
     results = Results(FIELDS, table, plot, draw)
     with _settings(config, overrides) as settings:
         print(f"{'N':>6} {'batch':>5} " + " ".join(f"{part:>9}" for part in (*PARTS, "step ms", "words/s", "GiB")))

@@ -39,14 +39,21 @@ def find_device(parser: argparse.ArgumentParser, name: str | None, backend: str 
 def check_files(parser: argparse.ArgumentParser, files: list[Path | None]) -> None:
     """That they can be written; what they hold stays."""
     for path in files:
-        if path is None:
-            continue
+        if path is not None and (problem := why_not_written(path)):
+            parser.error(problem)
+
+
+def why_not_written(path: Path) -> str | None:
+    """What keeps a file from being written, in one line; nothing is left behind by the attempt."""
+    try:
         if not path.parent.is_dir():
-            parser.error(f"{path}: there is no folder {path.parent}; make it first")
+            return f"{path}: there is no folder {path.parent}; make it first"
+        if path.is_dir():
+            return f"{path} is a folder; name a file in it"
         new = not path.exists()
-        try:
-            path.open("a").close()
-            if new:
-                path.unlink()
-        except OSError as error:
-            parser.error(f"{path}: cannot be written: {error.strerror}")
+        path.open("a").close()
+        if new:
+            path.resolve().unlink()  # a link to a file that was not there stays
+    except OSError as error:
+        return f"{path}: cannot be written: {error.strerror}"
+    return None

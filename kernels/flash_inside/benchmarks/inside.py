@@ -7,11 +7,13 @@
 A size is nonterminals x words x sentences; there are twice as many preterminals. Words `ptb`: lengths drawn from those
 of the Penn Treebank, up to 40. --table1 measures what the paper's table 1 compares, and prints it like that.
 
-Each is checked against fp64 on the same rounded tensors (fp32 where the rules in fp64 do not fit in memory).
+Each is checked against fp64 on the same rounded tensors (fp32 where the rules in fp64 do not fit in memory): log Z and
+the gradients of all inputs, for two sentences.
 Inputs are resident, gradients go to all four of them. Passes follow each other without waiting, as in training: a time
 is that between two marks on the device. Whether a sentence has to be recomputed (none has here) is asked at the end.
 Memory is the peak above the inputs and one set of their gradients: in a first pass, when there are no gradients yet
-(peak_gib), and in one whose gradients are added to those of an earlier pass (accumulating_gib).
+(peak_gib), and in one whose gradients are added to those of an earlier pass (accumulating_gib). For triton also as in
+training (training_gib): the gradients of the rules have memory that is there all the time and are written into it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ import torch
 from torch import Tensor
 
 import flash_inside
-from flash_inside.benchmarks import baselines, table1
+from flash_inside.benchmarks import accuracy, baselines, table1
+from flash_inside.benchmarks.accuracy import TOLERANCE
 from flash_inside.benchmarks.arguments import check_files, find_device
 from flash_inside.benchmarks.lengths import ptb_lengths
 from flash_inside.benchmarks.plot import draw
@@ -41,11 +44,10 @@ from flash_inside.rules import Rules
 
 GRID = "512x20x16,512x40x16,2048x40x16,4096x40x16,8192x20x16,8192x40x16,8192x25x64"
 METHODS = ("triton", "torch", "log-einsum-exp", "log-sum-exp")
-#: Error of log Z allowed before anything is timed, relative to max(|log Z|, words)
-TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6, "tf32": 1e-4, "bf16": 3e-4}
 FIELDS = (
     "method", "nonterminals", "words", "sentences", "precision", "p20_ms", "p50_ms", "p80_ms", "peak_gib",
-    "accumulating_gib", "error", "share_of_ceiling", "ceiling_tflops", "device", "torch", "triton", "date", "note",
+    "accumulating_gib", "training_gib", "error", "gradient_error", "share_of_ceiling", "ceiling_tflops", "device",
+    "torch", "triton", "date", "note",
 )  # fmt: skip
 
 
@@ -160,7 +162,9 @@ def make_inputs(size: Size, precision: str, device: torch.device) -> list[Tensor
     return [tensor.requires_grad_() for tensor in (root, left, right, emissions)]
 
 
-def _function(method: str, precision: str, verdicts: list[Tensor]) -> Callable[[Rules, Tensor, list[int]], Tensor]:
+def _function(
+    method: str, precision: str, verdicts: list[Tensor], of_rules: tuple[Tensor, Tensor] | None = None
+) -> accuracy.Inside:
     """verdicts: will hold which sentences of the last pass can be trusted."""
     if method == "log-einsum-exp":
         return baselines.log_einsum_exp
@@ -168,33 +172,39 @@ def _function(method: str, precision: str, verdicts: list[Tensor]) -> Callable[[
         return baselines.log_sum_exp
 
     def inside(rules: Rules, emissions: Tensor, lengths: list[int]) -> Tensor:
-        log_z, trusted = flash_inside.inside_unchecked(rules, emissions, lengths, precision, method)
+        log_z, trusted = flash_inside.inside_unchecked(rules, emissions, lengths, precision, method, of_rules)
         verdicts[:] = [trusted]
         return log_z
 
     return inside
 
 
-def _error(method: str, size: Size, precision: str, device: torch.device) -> float:
-    """Of log Z against fp64 on the same rounded tensors, for two sentences."""
+def _errors(method: str, size: Size, precision: str, device: torch.device) -> tuple[float, float | None]:
+    """Of log Z and of the gradients, against fp64 on the same rounded tensors, for two sentences."""
     small = size._replace(sentences=min(2, size.sentences))
     inputs = [tensor.detach() for tensor in make_inputs(small, precision, device)]
-    lengths = small.lengths
+    function = _function(method, precision, [])
+    try:
+        wide = [tensor.double() for tensor in inputs]
+        truth, counts = accuracy.expected_counts(_torch("fp64"), wide, small.lengths)
+        del wide
+        ours, our_counts = accuracy.expected_counts(function, inputs, small.lengths)
+        return (
+            accuracy.error_of_log_z(ours, truth, small.lengths),
+            accuracy.error_of_counts(our_counts, counts, inputs),
+        )
+    except torch.cuda.OutOfMemoryError:
+        print(f"N {size.nonterminals}: no memory for gradients in fp64; log Z is checked, in fp32", file=sys.stderr)
+    # Only here: while an exception is handled, it keeps the tensors of where it was raised.
     with torch.no_grad():
-        ours = _function(method, precision, [])(Rules(*inputs[:3]), inputs[3], lengths).double()
-        truth = None
-        try:
-            truth = _truth(inputs, lengths, "fp64")
-        except torch.cuda.OutOfMemoryError:
-            print(f"N {size.nonterminals}: rules in fp64 do not fit in memory; checked against fp32", file=sys.stderr)
-        if truth is None:  # only here: while an exception is handled, it keeps the tensors of where it was raised
-            truth = _truth(inputs, lengths, "fp32")
-    return ((ours - truth).abs() / torch.maximum(truth.abs(), torch.tensor(lengths, device=device))).max().item()
+        ours = function(Rules(*inputs[:3]), inputs[3], small.lengths).double()
+        wide = [tensor.float() for tensor in inputs]
+        truth = _torch("fp32")(Rules(*wide[:3]), wide[3], small.lengths).double()
+    return accuracy.error_of_log_z(ours, truth, small.lengths), None
 
 
-def _truth(inputs: list[Tensor], lengths: list[int], precision: str) -> Tensor:
-    wide = [tensor.to(torch.float64 if precision == "fp64" else torch.float32) for tensor in inputs]
-    return flash_inside.inside(Rules(*wide[:3]), wide[3], lengths, precision, "torch").double()
+def _torch(precision: str) -> accuracy.Inside:
+    return lambda rules, emissions, lengths: flash_inside.inside(rules, emissions, lengths, precision, "torch")
 
 
 def _measure(method: str, size: Size, precision: str, device: torch.device, seconds: float, ceiling: float) -> Row:
@@ -202,8 +212,13 @@ def _measure(method: str, size: Size, precision: str, device: torch.device, seco
     row |= {"method": method, "precision": precision if method in ("triton", "torch") else "fp32"}
     row |= size._asdict() | machine(device) | {"ceiling_tflops": round(ceiling, 1)}
     try:
-        row["error"] = error = _error(method, size, precision, device)
-        if not error <= TOLERANCE[str(row["precision"])] * (10 if method.startswith("log") else 1):
+        error, gradient_error = _errors(method, size, precision, device)
+        row |= {"error": error, "gradient_error": "" if gradient_error is None else gradient_error}
+        allowed = TOLERANCE[str(row["precision"])][0] * (10 if method.startswith("log") else 1)
+        of_gradients = TOLERANCE[precision][
+            1
+        ]  # whatever the method computes in, the rules' gradients are of their type
+        if not (error <= allowed and (gradient_error is None or gradient_error <= of_gradients)):
             return row | {"note": "WRONG"}
         times, peaks = _times(method, size, precision, device, seconds)
     except RuntimeError as problem:
@@ -218,15 +233,16 @@ def _measure(method: str, size: Size, precision: str, device: torch.device, seco
     times.sort()
     for name, share in (("p20_ms", 0.2), ("p50_ms", 0.5), ("p80_ms", 0.8)):
         row[name] = round(times[round(share * (len(times) - 1))], 4)
-    row["peak_gib"], row["accumulating_gib"] = (round(peak / 2**30, 3) for peak in peaks)
+    for name, peak in zip(("peak_gib", "accumulating_gib", "training_gib"), peaks, strict=False):
+        row[name] = round(peak / 2**30, 3)
     row["share_of_ceiling"] = round(size.flops / (ceiling * 1e12) / (float(row["p50_ms"]) / 1e3), 3)
     return row
 
 
 def _times(
     method: str, size: Size, precision: str, device: torch.device, seconds: float
-) -> tuple[list[float], tuple[int, int]]:
-    """Milliseconds of single passes, and the two peaks of memory in bytes."""
+) -> tuple[list[float], list[int]]:
+    """Milliseconds of single passes, and on a GPU the peaks of memory in bytes."""
     inputs, lengths = make_inputs(size, precision, device), size.lengths
     verdicts: list[Tensor] = []
     function = _function(method, precision, verdicts)
@@ -241,21 +257,19 @@ def _times(
     for _ in range(3):
         clear()
         forward_and_backward()
-    peaks = (0, 0)
+    peaks: list[int] = []
     if device.type == "cuda":
         kept = sum(tensor.nbytes + tensor.grad.nbytes for tensor in inputs if tensor.grad is not None)
         clear()
-        if method == "triton":
-            from flash_inside import triton_graphs
-
-            triton_graphs.clear()  # the memory of graphs counts: let it be taken again
-        found = []
+        _free_graphs(method)
         for _ in range(2):  # the second pass adds to the gradients of the first
             torch.cuda.reset_peak_memory_stats()
             forward_and_backward()
-            found.append(torch.cuda.max_memory_allocated() - kept)
-        peaks = found[0], found[1]
+            peaks.append(torch.cuda.max_memory_allocated() - kept)
         clear()
+        if method == "triton":
+            peaks.append(_peak_in_training(inputs, lengths, precision))
+            clear()
         forward_and_backward()
 
     def again() -> None:
@@ -269,6 +283,25 @@ def _times(
     if not all(trusted.all() for trusted in verdicts):
         raise ValueError("a sentence left the range of the number format: this would not be the time of all its work")
     return times, peaks
+
+
+def _peak_in_training(inputs: list[Tensor], lengths: list[int], precision: str) -> int:
+    """Above inputs and memory for the gradients of the rules, which is there before and after."""
+    of_rules = torch.empty_like(inputs[1]), torch.empty_like(inputs[2])
+    _free_graphs("triton")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    _function("triton", precision, [], of_rules)(Rules(*inputs[:3]), inputs[3], lengths).sum().backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _free_graphs(method: str) -> None:
+    """The memory of graphs counts: let it be taken again."""
+    if method == "triton":
+        from flash_inside import triton_graphs
+
+        triton_graphs.clear()
 
 
 def milliseconds(function: Callable[[], object], device: torch.device, passes: int = 1) -> list[float]:
@@ -311,7 +344,8 @@ def _line(row: Row) -> str:
     if row["note"]:
         return f"{size} {row['note']}"
     share, error = 100 * float(row["share_of_ceiling"]), float(row["error"])
-    return f"{size} {row['p50_ms']:>10} ms  {row['peak_gib']:>7} GiB  {share:5.1f} % of the ceiling  error {error:.1e}"
+    memory = f"{row['peak_gib']:>7} GiB  " if row["peak_gib"] != "" else ""  # of a GPU
+    return f"{size} {row['p50_ms']:>10} ms  {memory}{share:5.1f} % of the ceiling  error {error:.1e}"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
                 continue
             row = timed[method]
             speed = _ratio(textbook, row, "p50_ms") if textbook else ""
-            memory = _ratio(row, ours, "peak_gib") if ours else ""
+            memory = _ratio(row, ours, "peak_gib") if ours and row["peak_gib"] != "" else ""  # "": on a CPU
             lines.append(f"{start} {row['p50_ms']} | {speed} | {row['peak_gib']} | {memory} |")
     return "\n".join(lines)
 
