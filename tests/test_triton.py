@@ -314,6 +314,17 @@ def test_gradients_of_fp16_rules_are_as_large_as_fp16_can_hold():
         torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)
 
 
+@runs_kernels
+@pytest.mark.parametrize("spoilt", ["root", "left", "emissions"])
+def test_nan_stays_nan(spoilt):
+    """In a sentence of three words; one of two needs no rule of nonterminal children."""
+    rules, emissions = random_rules(3, 4, dtype=torch.float32), random_emissions(5, 4, dtype=torch.float32)
+    tensors = {**rules._asdict(), "emissions": emissions}
+    tensors[spoilt].view(-1)[-1 if spoilt == "emissions" else 0] = float("nan")  # the last word is of the second
+    log_z = flash_inside.inside(Rules(*(t.to(DEVICE) for t in rules)), emissions.to(DEVICE), [2, 3], "fp32", "triton")
+    assert log_z.isnan().tolist() == [spoilt == "root", True]
+
+
 def passes_are_equal(n, p, lengths, precision, passes=2):
     """Log Z and every gradient of the same pass, bit by bit."""
     rules_type = torch.bfloat16 if precision == "bf16" else torch.float32

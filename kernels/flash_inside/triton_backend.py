@@ -70,7 +70,7 @@ class _TritonInside(torch.autograd.Function):
         ctx.gradient_types = [gradient_type(tensor) for tensor in (root, left, right, emissions)]
         ctx.held = None
         if of_rules is not None and any(
-            memory.dtype != wanted or not memory.is_contiguous()
+            memory.dtype != wanted or wanted == torch.float16 or not memory.is_contiguous()
             for memory, wanted in zip(of_rules, ctx.gradient_types[1:3], strict=True)
         ):
             of_rules = None

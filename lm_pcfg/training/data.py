@@ -276,7 +276,7 @@ def word_vectors(settings: Settings, corpora: Corpora, announce: Callable[[str],
     model, train, types = settings.model, corpora.train, len(corpora.vocabulary)
     if model.init.scheme != "contexts":
         return None
-    announce(f"init: the neighbours of {types:,} words tell where they begin (once; seconds to a minute)")
+    announce(f"init: the neighbours of {types:,} words tell where they begin (seconds to a minute)")
     ids, lengths = (train.ids, train.lengths) if isinstance(train, Sentences) else _first_text(settings, train)
     return context_vectors(ids, lengths, types, model.word_dimension or model.dimension, settings.seed)
 
