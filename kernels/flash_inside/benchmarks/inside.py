@@ -14,6 +14,7 @@ is that between two marks on the device. Whether a sentence has to be recomputed
 Memory is the peak above the inputs and one set of their gradients: in a first pass, when there are no gradients yet
 (peak_gib), and in one whose gradients are added to those of an earlier pass (accumulating_gib). For triton also as in
 training (training_gib): the gradients of the rules have memory that is there all the time and are written into it.
+total_gib is the peak of the first pass with inputs and gradients.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ GRID = "512x20x16,512x40x16,2048x40x16,4096x40x16,8192x20x16,8192x40x16,8192x25x
 METHODS = ("triton", "torch", "log-einsum-exp", "log-sum-exp")
 FIELDS = (
     "method", "nonterminals", "words", "sentences", "precision", "p20_ms", "p50_ms", "p80_ms", "peak_gib",
-    "accumulating_gib", "training_gib", "error", "gradient_error", "share_of_ceiling", "ceiling_tflops", "device",
-    "torch", "triton", "date", "note",
+    "accumulating_gib", "training_gib", "total_gib", "error", "gradient_error", "share_of_ceiling", "ceiling_tflops",
+    "device", "torch", "triton", "date", "note",
 )  # fmt: skip
 
 
@@ -233,16 +234,16 @@ def _measure(method: str, size: Size, precision: str, device: torch.device, seco
     times.sort()
     for name, share in (("p20_ms", 0.2), ("p50_ms", 0.5), ("p80_ms", 0.8)):
         row[name] = round(times[round(share * (len(times) - 1))], 4)
-    for name, peak in zip(("peak_gib", "accumulating_gib", "training_gib"), peaks, strict=False):
-        row[name] = round(peak / 2**30, 3)
+    for column, peak in peaks.items():
+        row[column] = round(peak / 2**30, 3)
     row["share_of_ceiling"] = round(size.flops / (ceiling * 1e12) / (float(row["p50_ms"]) / 1e3), 3)
     return row
 
 
 def _times(
     method: str, size: Size, precision: str, device: torch.device, seconds: float
-) -> tuple[list[float], list[int]]:
-    """Milliseconds of single passes, and on a GPU the peaks of memory in bytes."""
+) -> tuple[list[float], dict[str, int]]:
+    """Milliseconds of single passes, and on a GPU the peaks of memory in bytes, by the column they belong to."""
     inputs, lengths = make_inputs(size, precision, device), size.lengths
     verdicts: list[Tensor] = []
     function = _function(method, precision, verdicts)
@@ -257,18 +258,19 @@ def _times(
     for _ in range(3):
         clear()
         forward_and_backward()
-    peaks: list[int] = []
+    peaks: dict[str, int] = {}
     if device.type == "cuda":
         kept = sum(tensor.nbytes + tensor.grad.nbytes for tensor in inputs if tensor.grad is not None)
         clear()
         _free_graphs(method)
-        for _ in range(2):  # the second pass adds to the gradients of the first
+        for column in ("peak_gib", "accumulating_gib"):  # the second pass adds to the gradients of the first
             torch.cuda.reset_peak_memory_stats()
             forward_and_backward()
-            peaks.append(torch.cuda.max_memory_allocated() - kept)
+            peaks[column] = torch.cuda.max_memory_allocated() - kept
+        peaks["total_gib"] = peaks["peak_gib"] + kept
         clear()
         if method == "triton":
-            peaks.append(_peak_in_training(inputs, lengths, precision))
+            peaks["training_gib"] = _peak_in_training(inputs, lengths, precision)
             clear()
         forward_and_backward()
 
