@@ -283,7 +283,7 @@ def _run() -> int:
     except MemoryError:
         status = _fail("not enough memory; try fewer symbols, smaller batches or a lower maximum length")
     except RuntimeError as error:
-        if not any(sign in str(error) for sign in ("out of memory", "allocate memory")):
+        if not any(sign in str(error) for sign in ("out of memory", "you tried to allocate")):
             raise
         reason = str(error).splitlines()[0]
         status = _fail(f"not enough memory; try fewer symbols, smaller batches or a lower maximum length ({reason})")
