@@ -215,11 +215,13 @@ def search(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change in every run.")
     ] = None,
     table_only: Annotated[bool, typer.Option("--table", help="Print what there is so far; train nothing.")] = False,
+    only: Annotated[str | None, typer.Option(help="Train this variant alone.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Train so many at once, each in a process of its own.")] = 1,
 ) -> None:
-    """Train variants of a config one after another, and compare them on the validation text."""
+    """Train variants of a config one after another, or several at once; compare them on the validation text."""
     from lm_pcfg import search as searching
 
-    ended = table_only or searching.run_search(file, overrides or [], say, warn)
+    ended = table_only or searching.run_search(file, overrides or [], say, warn, only, at_once)
     print(searching.table(file, overrides or [], warn))
     if not ended:
         say("the search was stopped; the same command continues it")
@@ -280,8 +282,9 @@ def _run() -> int:
         status = 0 if closed else getattr(error, "code", 1)
         if closed:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except MemoryError:
-        status = _fail("not enough memory; try fewer symbols, smaller batches or a lower maximum length")
+    except MemoryError as error:
+        reason = f" ({error})" if str(error) else ""
+        status = _fail(f"not enough memory; try fewer symbols, smaller batches or a lower maximum length{reason}")
     except RuntimeError as error:
         if not any(sign in str(error) for sign in ("out of memory", "you tried to allocate")):
             raise

@@ -1,4 +1,4 @@
-"""A recipe search: variants of one config, trained one after another in this process, compared with their control.
+"""A recipe search: variants of one config, trained one after another or several at once, compared with their control.
 
 The file names a config, what all runs change in it, and the variants:
 
@@ -11,12 +11,18 @@ The file names a config, what all runs change in it, and the variants:
 `control` has the common changes alone and comes first. Runs are in runs/NAME-OF-THE-FILE/; what is finished is not done
 again and what was stopped continues, so the same command may be given as often as it takes. Validation text alone is
 looked at.
+
+Small grammars leave a GPU idle while the host launches; several at once, each in a process of its own, fill it.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +34,7 @@ from lm_pcfg.settings import Section, Settings
 from lm_pcfg.settings_file import load_settings, parse_yaml
 
 CONTROL = "control"
+_POLL_SECONDS = 0.2
 
 
 class Search(Section):
@@ -73,20 +80,32 @@ def _refuse_another(settings: Settings) -> None:
         raise UserError(f"{config} has other settings than this variant now; remove that run, or rename the variant")
 
 
-def run_search(file: Path, overrides: list[str], say: Callable[[str], None], warn: Callable[[str], None]) -> bool:
-    """Whether every run came to its end; False: this process was asked to stop."""
+def run_search(
+    file: Path,
+    overrides: list[str],
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+    only: str | None = None,
+    at_once: int = 1,
+) -> bool:
+    """Whether every run came to its end; False: this process was asked to stop.
+
+    only: the name of the one variant to train
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("search trains in one process; for many, a job array of single runs (launch/README.md)")
+    runs = settings_of(file, overrides)
+    if only is not None and only not in runs:
+        raise UserError(f"{file} has no variant {only}: use one of {', '.join(runs)}")
+    if at_once > 1 and only is None:
+        return _several_at_once(file, overrides, runs, at_once, say, warn)
     from flash_inside import free_memory
     from lm_pcfg.training import loop
 
-    for name, settings in settings_of(file, overrides).items():
+    for name, settings in _left(runs, warn).items():
+        if only not in (None, name):
+            continue
         folder = _folder(settings)
-        if (folder / "FINISHED").exists():
-            continue
-        if (folder / "FAILED").exists():
-            warn(f"{name} failed before: {(folder / 'FAILED').read_text().strip()}")
-            continue
         say(f"{name}: {folder}")
         try:
             loop.train(settings)
@@ -100,6 +119,68 @@ def run_search(file: Path, overrides: list[str], say: Callable[[str], None], war
         if not (folder / "FINISHED").exists():
             return False
     return True
+
+
+def _left(runs: dict[str, Settings], warn: Callable[[str], None]) -> dict[str, Settings]:
+    """Those that have neither finished nor failed."""
+    for name, settings in runs.items():
+        if (failed := _folder(settings) / "FAILED").exists():
+            warn(f"{name} failed before: {failed.read_text().strip()}")
+    ends = ("FINISHED", "FAILED")
+    return {
+        name: settings for name, settings in runs.items() if not any((_folder(settings) / end).exists() for end in ends)
+    }
+
+
+def _several_at_once(
+    file: Path,
+    overrides: list[str],
+    runs: dict[str, Settings],
+    at_once: int,
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> bool:
+    """Each variant in a process of its own, which writes to NAME.log beside its run folder."""
+    from lm_pcfg.training.launcher import OF_A_SEARCH
+    from lm_pcfg.training.stop_signals import StopSignals
+
+    waiting, running, well = list(_left(runs, warn)), dict[str, subprocess.Popen[bytes]](), True
+    told = False
+    with StopSignals() as stop:
+        while running or (waiting and not stop.received):
+            while waiting and len(running) < at_once and not stop.received:
+                name = waiting.pop(0)
+                log = _log(runs[name])
+                log.parent.mkdir(parents=True, exist_ok=True)
+                command = [sys.executable, "-m", "lm_pcfg", "search", str(file), *overrides, "--only", name]
+                with log.open("ab") as out:  # in a group of its own: a Ctrl-C is told once, below
+                    running[name] = subprocess.Popen(
+                        command, stdout=out, stderr=out, start_new_session=True, env=os.environ | {OF_A_SEARCH: "1"}
+                    )
+                say(f"{name}: {log}")
+            if stop.received and not told:
+                told = True
+                for process in running.values():
+                    process.send_signal(signal.SIGTERM)
+            for name, process in list(running.items()):
+                if process.poll() is not None:
+                    del running[name]
+                    well &= _tell_end(name, process.returncode, runs[name], say, warn)
+            time.sleep(_POLL_SECONDS)
+    return well and not stop.received
+
+
+def _tell_end(
+    name: str, status: int, settings: Settings, say: Callable[[str], None], warn: Callable[[str], None]
+) -> bool:
+    """Whether the run came to its end, a good one or a bad one."""
+    folder = _folder(settings)
+    if status:
+        lines = _log(settings).read_text(errors="replace").split("\n")
+        warn(f"{name}: its process ended with status {status}: {next(filter(None, reversed(lines)), 'without a word')}")
+    elif (folder / "FINISHED").exists():
+        say(f"{name}: finished")
+    return not status and any((folder / end).exists() for end in ("FINISHED", "FAILED"))
 
 
 def table(file: Path, overrides: list[str], warn: Callable[[str], None]) -> str:
@@ -134,3 +215,7 @@ def _shown(value: float | None, form: str) -> str:
 
 def _folder(settings: Settings) -> Path:
     return Path(settings.runs_folder) / settings.name
+
+
+def _log(settings: Settings) -> Path:
+    return Path(settings.runs_folder) / f"{settings.name}.log"

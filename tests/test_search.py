@@ -1,9 +1,10 @@
-"""`lm_pcfg search`: variants of a config one after another, each done once, compared with their control."""
+"""`lm_pcfg search`: variants of a config, each trained once, compared with their control."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from lm_pcfg import cli
 from lm_pcfg.errors import UserError
 from lm_pcfg.training import loop
+from processes import alive, descendants, kill, launched, wait_until
 from texts import write_config
 
 VARIANTS = (
@@ -64,10 +66,56 @@ def test_a_stopped_search_continues_where_it_was(file, monkeypatch):
     assert "wild (failed)" in continued
 
 
+def test_several_at_once_are_what_one_after_another_are(file):
+    alone = search(file, "--only", "ema")
+    assert "| ema |" in alone
+    assert "| control |" not in alone
+    together = search(file, "--at-once", 3)
+    assert (file.parent / "runs" / "try" / "control.log").read_text().count("finished after step") == 1
+    assert not (file.parent / "runs" / "try" / "ema.log").exists()  # finished before
+    assert "wild (failed)" in together
+
+    def figures(table: str) -> list[str]:
+        return [line.rpartition("|")[0].rpartition("|")[0] for line in table.splitlines()]  # not the seconds
+
+    (file.parent / "runs").rename(file.parent / "before")
+    assert figures(search(file)) == figures(together)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_search_that_is_stopped_stops_what_it_trains_at_once(file, number):
+    file.write_text(
+        "config: base.yaml\ncommon: [training.epochs=1000000]\nvariants: {two: [seed=2], three: [seed=3]}\n"
+    )
+    runs, log = file.parent / "runs" / "try", file.parent / "log"
+    command = [sys.executable, "-m", "lm_pcfg", "search", str(file), "--at-once", "2"]
+    with launched(command, log) as process:
+        wait_until(lambda: all((runs / name / "metrics.jsonl").exists() for name in ("control", "two")), 120)
+        trained = descendants(process.pid)
+        process.send_signal(number)
+        try:
+            status = process.wait(60)
+            wait_until(lambda: not any(map(alive, trained)))
+        finally:
+            for pid in trained:
+                kill(pid)
+    for name in ("control", "two"):
+        assert "; the same command with resume=auto continues it" in (runs / f"{name}.log").read_text()
+    assert not (runs / "three").exists()
+    if number != signal.SIGKILL:
+        assert status == 0
+        assert "the search was stopped; the same command continues it" in log.read_text()
+
+
 def test_runs_of_other_settings_are_not_taken_for_these(file):
     search(file)
     with pytest.raises(UserError, match=r"control/config.yaml has other settings .* rename the variant"):
         search(file, "seed=3")
+
+
+def test_a_variant_that_is_not_there_is_told_with_those_that_are(file):
+    with pytest.raises(UserError, match=r"has no variant em: use one of control, ema, wild"):
+        search(file, "--only", "em")
 
 
 @pytest.mark.parametrize(

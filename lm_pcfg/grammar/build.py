@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from lm_pcfg.grammar.simple_pcfg import SimplePCFG
 from lm_pcfg.grammar.spelling import Spelling
 from lm_pcfg.grammar.table_pcfg import TablePCFG
+from lm_pcfg.processor import check_memory
 from lm_pcfg.settings import ModelSection
+
+BYTES = 4  # of a number in fp32
+
+
+def check_that_it_fits(model: ModelSection, words: int, device: torch.device | str) -> None:
+    """MemoryError: the weights, or on a CPU the rules, are more than this machine's memory.
+
+    To be asked before a model is built: what promises memory that is not there is killed without a word.
+    """
+    symbols = model.nonterminals + model.preterminals
+    rules = 2 * model.nonterminals * symbols
+    weights = rules if model.parameterization == "tables" else (symbols + words) * model.dimension
+    check_memory(BYTES * (weights + (rules if torch.device(device).type == "cpu" else 0)))
 
 
 def build_model(model: ModelSection, words: Sequence[str], seed: int, word_vectors: Tensor | None = None) -> nn.Module:

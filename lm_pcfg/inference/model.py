@@ -11,7 +11,7 @@ import torch
 from lm_pcfg.corpus.vocabularies import AnyVocabulary, load_vocabulary
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.boundary import Grammar
-from lm_pcfg.grammar.build import build_model
+from lm_pcfg.grammar.build import build_model, check_that_it_fits
 from lm_pcfg.processor import prepare_cpu
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import load_settings
@@ -46,6 +46,7 @@ def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = 
     vocabulary = load_vocabulary(run_folder / "vocab")
     if loaded.state["vocabulary_hash"] != vocabulary.hash:
         raise UserError(f"{folder} was trained with another vocabulary than {run_folder / 'vocab'} holds")
+    check_that_it_fits(settings.model, len(vocabulary), device)
     model = build_model(settings.model, vocabulary.words, settings.seed)
     try:
         model.load_state_dict(loaded.weights(weights))

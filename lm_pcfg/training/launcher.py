@@ -1,5 +1,5 @@
-"""The process that started this one, `accelerate launch` or torchrun: a worker tells it why it fails, and does not
-outlive it. Linux tells of its death by a signal, if asked to; elsewhere the parent's number changes.
+"""The process that started this one, `accelerate launch`, torchrun or a search: a worker tells it why it fails, and
+does not outlive it. Linux tells of its death by a signal, if asked to; elsewhere the parent's number changes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 
 # What only `accelerate launch` and torchrun set, which are Python programs.
 _OF_PROGRAMS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
+#: Set for the runs that a search trains at once.
+OF_A_SEARCH = "LM_PCFG_SEARCH"
 _started_by: int | None = None  # the launcher's process, as it was when this one began
 
 
@@ -25,7 +27,7 @@ class LauncherGone(SystemExit):
 
 def has_launcher() -> bool:
     """Whether a launcher started this process (as far as the environment tells)."""
-    return any(name in os.environ for name in ("LOCAL_RANK", *_OF_PROGRAMS))
+    return any(name in os.environ for name in ("LOCAL_RANK", OF_A_SEARCH, *_OF_PROGRAMS))
 
 
 def is_gone() -> bool:

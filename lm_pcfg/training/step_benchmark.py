@@ -112,7 +112,7 @@ def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
     }  # fmt: skip
     try:
         row |= _timed(Trainer(settings, engine, None), steps)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         row["note"] = "out of memory"
     finally:  # Accelerate keeps what it has prepared, and the next size is to be measured alone
         engine.accelerator.free_memory()

@@ -17,7 +17,7 @@ from lm_pcfg.console import say, warn
 from lm_pcfg.corpus.batches import Batch
 from lm_pcfg.corpus.vocabularies import AnyVocabulary
 from lm_pcfg.grammar.boundary import Grammar, backward_through
-from lm_pcfg.grammar.build import build_model
+from lm_pcfg.grammar.build import build_model, check_that_it_fits
 from lm_pcfg.grammar.feature_dropout import FeatureDropout
 from lm_pcfg.grammar.state_dropout import Kept, draw_kept
 from lm_pcfg.settings import Settings
@@ -52,6 +52,7 @@ class Steps:
         self.settings, self.engine = settings, engine
         self.corpora = engine.together(lambda: data.load_corpora(settings, vocabulary))
         self.stream = data.training_stream(settings, self.corpora.train, rank=engine.rank, world_size=engine.world_size)
+        check_that_it_fits(settings.model, len(self.corpora.vocabulary), engine.device)
         announce = say if engine.rank == 0 else (lambda _: None)
         model = self._build_model(data.word_vectors(settings, self.corpora, announce)).to(engine.device)
         self.skeleton = self._build_model().to("meta")  # names, shapes and forward, without memory
