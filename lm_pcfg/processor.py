@@ -7,7 +7,7 @@ import os
 import torch
 
 
-def check_memory(needed: int) -> None:
+def check_memory(needed: float) -> None:
     """MemoryError if this machine does not have so many bytes at all (where the system tells).
 
     Allocators may hand out more than there is (overcommit), and the system then kills whoever uses it.

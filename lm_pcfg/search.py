@@ -140,12 +140,15 @@ def _several_at_once(
     say: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> bool:
-    """Each variant in a process of its own, which writes to NAME.log beside its run folder."""
+    """Each variant in a process of its own, which writes to NAME.log beside its run folder.
+
+    UserError, when all have ended: some did so with an error that is not the recipe's.
+    """
     from lm_pcfg.training.launcher import OF_A_SEARCH
     from lm_pcfg.training.stop_signals import StopSignals
 
-    waiting, running, well = list(_left(runs, warn)), dict[str, subprocess.Popen[bytes]](), True
-    told = False
+    waiting, running = list(_left(runs, warn)), dict[str, subprocess.Popen[bytes]]()
+    broken, told = list[str](), False
     with StopSignals() as stop:
         while running or (waiting and not stop.received):
             while waiting and len(running) < at_once and not stop.received:
@@ -163,24 +166,26 @@ def _several_at_once(
                 for process in running.values():
                     process.send_signal(signal.SIGTERM)
             for name, process in list(running.items()):
-                if process.poll() is not None:
-                    del running[name]
-                    well &= _tell_end(name, process.returncode, runs[name], say, warn)
+                if process.poll() is None:
+                    continue
+                del running[name]
+                if process.returncode:
+                    broken.append(name)
+                    warn(f"{name}: status {process.returncode}: {_last_line(_log(runs[name]))}")
+                elif (_folder(runs[name]) / "FINISHED").exists():
+                    say(f"{name}: finished")
             time.sleep(_POLL_SECONDS)
-    return well and not stop.received
+    if broken:
+        raise UserError(
+            f"{', '.join(broken)} could not be trained (see above, and NAME.log); the same command tries again, and "
+            "with --table shows the others"
+        )
+    return not stop.received
 
 
-def _tell_end(
-    name: str, status: int, settings: Settings, say: Callable[[str], None], warn: Callable[[str], None]
-) -> bool:
-    """Whether the run came to its end, a good one or a bad one."""
-    folder = _folder(settings)
-    if status:
-        lines = _log(settings).read_text(errors="replace").split("\n")
-        warn(f"{name}: its process ended with status {status}: {next(filter(None, reversed(lines)), 'without a word')}")
-    elif (folder / "FINISHED").exists():
-        say(f"{name}: finished")
-    return not status and any((folder / end).exists() for end in ("FINISHED", "FAILED"))
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n")
+    return next(filter(None, reversed(lines)), "without a word")
 
 
 def table(file: Path, overrides: list[str], warn: Callable[[str], None]) -> str:

@@ -107,6 +107,14 @@ def test_a_search_that_is_stopped_stops_what_it_trains_at_once(file, number):
         assert "the search was stopped; the same command continues it" in log.read_text()
 
 
+def test_a_variant_that_cannot_be_trained_at_once_with_others_is_an_error(file):
+    file.write_text("config: base.yaml\nvariants: {huge: [model.nonterminals=1000000000]}\n")
+    with pytest.raises(UserError, match=r"huge could not be trained .* with --table shows the others"):
+        search(file, "--at-once", 2)
+    assert "not enough memory" in (file.parent / "runs" / "try" / "huge.log").read_text()
+    assert "| control |" in search(file, "--table")
+
+
 def test_runs_of_other_settings_are_not_taken_for_these(file):
     search(file)
     with pytest.raises(UserError, match=r"control/config.yaml has other settings .* rename the variant"):

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Measures again, on one GPU, what kernels/README.md and "What a step costs" in lm_pcfg/training/README.md say of speed,
-# memory and errors, and runs the tests that need a GPU. About 6 minutes on an H200; needs data/ptb (`lm_pcfg prepare ptb`).
+# memory and errors, and runs the tests that need a GPU. 9 minutes on an H200; needs data/ptb (`lm_pcfg prepare ptb`).
 #   bash kernels/measured/measure.sh FOLDER
 # Tables and plots go to FOLDER, the output to FOLDER/log. The exit status says how many commands failed.
 set -uo pipefail
 folder=${1:?usage: measure.sh FOLDER}
-mkdir -p "$folder"
+mkdir -p "$folder" && folder=$(cd "$folder" && pwd) || exit 1
 cd "$(dirname "$0")/../.." || exit 1
 failed=0
 
@@ -47,7 +47,7 @@ all() {
   # 10,000 batches, eight processes of 1,250: most of the time is the host's.
   local tests=()
   for seed in 0 1 2 3 4 5 6 7; do
-    python -m lm_pcfg bench extremes --batches 1250 --deviation 30 --seed $seed 2>/dev/null &
+    python -m lm_pcfg bench extremes --batches 1250 --deviation 30 --seed $seed &
     tests+=($!)
   done
   for process in "${tests[@]}"; do wait "$process" || failed=$((failed + 1)); done

@@ -17,14 +17,18 @@ BYTES = 4  # of a number in fp32
 
 
 def check_that_it_fits(model: ModelSection, words: int, device: torch.device | str) -> None:
-    """MemoryError: the weights, or on a CPU the rules, are more than this machine's memory.
+    """MemoryError: the weights, or on a CPU the rules of a step as well, are more than this machine's memory.
 
-    To be asked before a model is built: what promises memory that is not there is killed without a word.
+    A lower bound, so that nothing is refused that would fit. To be asked before a model is built: what promises memory
+    that is not there is killed without a word.
     """
     symbols = model.nonterminals + model.preterminals
     rules = 2 * model.nonterminals * symbols
-    weights = rules if model.parameterization == "tables" else (symbols + words) * model.dimension
-    check_memory(BYTES * (weights + (rules if torch.device(device).type == "cpu" else 0)))
+    weights = symbols * model.dimension + words * (model.word_dimension or model.dimension)
+    if model.parameterization == "tables":
+        weights = rules
+    of_a_step = rules * (1.0 - model.state_dropout) ** 2 if torch.device(device).type == "cpu" else 0
+    check_memory(BYTES * (weights + of_a_step))
 
 
 def build_model(model: ModelSection, words: Sequence[str], seed: int, word_vectors: Tensor | None = None) -> nn.Module:
