@@ -159,14 +159,29 @@ def test_rows_of_several_blocks(cut_rows):
 
 @runs_kernels
 @pytest.mark.parametrize("spread", [1.0, 10.0])
-def test_bf16_chart(spread, cut_rows, monkeypatch):
+@pytest.mark.parametrize("columns", [32, 64])
+def test_bf16_chart(spread, columns, cut_rows, monkeypatch):
     """A chart in bf16, which a grammar as small as this one does not get otherwise. The interpreter cuts bits off where
     a GPU rounds, hence the tolerance."""
     from flash_inside import triton_backend
 
     monkeypatch.setattr(triton_backend, "LARGEST_FP32_CHART", 0)
-    cut_rows(32, 4)
-    compare(33, 40, [5, 1, 3], precision="bf16", spread=spread, tolerance=(1e-2, 5e-2))
+    cut_rows(columns, 4)
+    for most_words in (0, 4):  # none, and the last two, are computed with what rounding left
+        monkeypatch.setattr(triton_backend, "MOST_WORDS_OF_PRECISE", most_words)
+        compare(33, 40, [5, 1, 3], precision="bf16", spread=spread, tolerance=(1e-2, 5e-2))
+
+
+@runs_kernels
+@pytest.mark.parametrize("columns", [32, 64])
+@pytest.mark.parametrize("spread", [1.0, 3.0, 5.0, 10.0])
+def test_short_sentences_are_precise_in_bf16(spread, columns, cut_rows, monkeypatch):
+    """Without what rounding left, errors of log Z are ten to a hundred times as large."""
+    from flash_inside import triton_backend
+
+    monkeypatch.setattr(triton_backend, "LARGEST_FP32_CHART", 0)
+    cut_rows(columns, 4)
+    compare(33, 40, [4, 1, 3, 2, 3], precision="bf16", spread=spread, tolerance=(2e-5, 5e-2))
 
 
 @runs_kernels
@@ -178,10 +193,11 @@ def test_a_graphs_layout_serves_batches_that_do_not_fill_it(copied):
     graphs = {}
 
     def through_graph(rules, emissions, lengths, precision, backend):
-        def find(rules, emissions, lengths, precision, storage, rules_stay):
+        def find(rules, emissions, lengths, precision, storage, precise, rules_stay):
             types = rules.root.dtype, rules.left.dtype, emissions.dtype
             shape, rules_at = (0, 7, 5, rules.root.shape[0]), None if copied else (0, 0)
-            bucket = triton_graphs.Bucket(*shape, precision, storage, types, sentences=4, words=6, rules_at=rules_at)
+            slots = {"sentences": 4, "words": 6, "precise": precise, "rules_at": rules_at}
+            bucket = triton_graphs.Bucket(*shape, precision, storage, types, **slots)
             if bucket not in graphs:
                 arena = triton_graphs.Arena(triton_graphs.Graph.size(bucket), emissions.device)
                 graphs[bucket] = triton_graphs.Graph(bucket, arena)
@@ -194,6 +210,10 @@ def test_a_graphs_layout_serves_batches_that_do_not_fill_it(copied):
     compare(7, 5, [2, 5, 1], inside=through_graph)
     compare(7, 5, [6, 3, 4, 6], inside=through_graph, seed=1)
     assert len(graphs) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_backend, "LARGEST_FP32_CHART", 0)
+        compare(7, 5, [2, 4, 1], precision="bf16", inside=through_graph, tolerance=(2e-5, 5e-2))
+    graphs.clear()
 
     # The root in fp64, as the trainer gives it.
     fine = random_rules(7, 5)

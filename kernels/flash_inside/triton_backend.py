@@ -20,10 +20,13 @@ from flash_inside import triton_graphs
 from flash_inside.packing import Layout
 from flash_inside.rules import Rules, gradient_type
 from flash_inside.scaled import LARGEST_FP32_CHART, Result, finite
-from flash_inside.triton_chart import Chart, Kept, Tables, Weights, product_precision
+from flash_inside.triton_chart import Chart, Kept, Precise, Tables, Weights, product_precision
 from flash_inside.triton_gradients import RuleMemory, Wanted, gradients
 
 PRECISIONS = ("fp32", "tf32", "bf16")
+
+#: In bf16 sentences of so many words and fewer keep what rounding left: see triton_kernels.py.
+MOST_WORDS_OF_PRECISE = 16
 
 
 def inside(
@@ -46,6 +49,10 @@ def inside(
 
 def storage_type(precision: str, n: int) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" and n > LARGEST_FP32_CHART else torch.float32
+
+
+def most_words_of_precise(storage: torch.dtype) -> int:
+    return MOST_WORDS_OF_PRECISE if storage == torch.bfloat16 else 0
 
 
 class _TritonInside(torch.autograd.Function):
@@ -79,7 +86,8 @@ class _TritonInside(torch.autograd.Function):
             graph = None
             if layout is None:
                 rules = Rules(root, left, right)
-                graph = triton_graphs.find(rules, emissions, lengths, precision, storage, rules_stay)
+                precise = min(lengths) <= most_words_of_precise(storage)
+                graph = triton_graphs.find(rules, emissions, lengths, precision, storage, precise, rules_stay)
             if graph is not None:
                 held = graph.run(root, left, right, emissions, lengths)
                 results = held.results(len(lengths))
@@ -88,8 +96,9 @@ class _TritonInside(torch.autograd.Function):
                     ctx.save_for_backward(root, left, right)
             else:
                 layout = layout or Layout(lengths)
-                tables = Tables.of(layout, device)
-                chart = Chart.allocate(layout, n, p, storage, _allocator(device))
+                short = Precise.short_sentences(layout, most_words_of_precise(storage))
+                tables = Tables.of(layout, short, device)
+                chart = Chart.allocate(layout, short, n, p, storage, _allocator(device))
                 weights = Weights(left, right, storage)
                 chart.compute(weights, root.float().contiguous(), emissions.contiguous(), layout, tables)
                 results = chart.log_z, chart.trusted.bool(), chart.posterior

@@ -41,6 +41,10 @@ def product_precision(precision: str) -> Iterator[None]:
         settings.allow_bf16_reduced_precision_reduction = before
 
 
+def _rows_of_width(leaves: Tensor, beta: Tensor, rows: slice, words: int) -> Tensor:
+    return leaves if rows.start < words else beta[rows.start - words : rows.stop - words]
+
+
 class Launcher:
     """A kernel launched for width after width: what the first launch compiled is called directly by the others.
 
@@ -88,25 +92,54 @@ def row_block(columns: int) -> int:
     return max(16, min(1024, triton.next_power_of_2(columns)))
 
 
-class Tables:
-    """The layout as the kernels read it: six tables of int64 in one buffer, each 16-byte aligned."""
+class Precise:
+    """Rows of a layout that keep what rounding left (see triton_kernels.py): narrow spans of the last sentences."""
 
-    NAMES = ("offset", "prefix", "capacity", "lengths", "order", "word_of_leaf")
+    #: Words of the widest such span.
+    WIDEST = 4
+
+    def __init__(self, layout: Layout, first: int):
+        self.first = first  # sorted sentence
+        self.words_before = int(layout.lengths[:first].sum())
+        self.words = layout.words - self.words_before
+        self.widest = self.WIDEST if self.words else 0
+        self.offset = np.zeros_like(layout.offset)
+        if self.words:
+            narrow = Layout(layout.lengths[first:].tolist()).offset[: self.widest + 2]
+            self.offset[:] = narrow[-1]
+            self.offset[: len(narrow)] = narrow
+        self.rows = int(self.offset[-1])
+
+    @classmethod
+    def short_sentences(cls, layout: Layout, most_words: int) -> Precise:
+        return cls(layout, int(np.searchsorted(-layout.lengths, -most_words)))
+
+    @classmethod
+    def none(cls, layout: Layout) -> Precise:
+        return cls(layout, len(layout.lengths))
+
+    def span_rows(self, width: int) -> slice:
+        return slice(int(self.offset[width]), int(self.offset[width + 1]))
+
+
+class Tables:
+    """The layout as the kernels read it: seven tables of int64 in one buffer, each 16-byte aligned."""
+
+    NAMES = ("offset", "prefix", "capacity", "lengths", "order", "word_of_leaf", "offset_rest")
 
     def __init__(self, packed: Tensor, sizes: list[int]):
         starts = np.cumsum([0, *(size + size % 2 for size in sizes)])
         self.packed = packed
-        self.offset, self.prefix, self.capacity, self.lengths, self.order, self.word_of_leaf = (
+        self.offset, self.prefix, self.capacity, self.lengths, self.order, self.word_of_leaf, self.offset_rest = (
             packed[start : start + size] for start, size in zip(starts[:-1].tolist(), sizes, strict=True)
         )
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device) -> Tables:
+    def of(cls, layout: Layout, precise: Precise, device: torch.device) -> Tables:
         """In one transfer that the host does not wait for."""
         order = np.array(layout.order, dtype=np.int64)
-        return cls.from_arrays(
-            [layout.offset, layout.prefix, layout.lengths, layout.lengths, order, layout.leaf_word], device
-        )
+        position = [layout.offset, layout.prefix, layout.lengths, layout.lengths]
+        return cls.from_arrays([*position, order, layout.leaf_word, precise.offset], device)
 
     @classmethod
     def from_arrays(cls, arrays: list[np.ndarray], device: torch.device) -> Tables:
@@ -138,10 +171,10 @@ class Weights:
     def to_children(self, rows: Tensor, out: Tensor, columns: slice) -> None:
         """[eta | zeta] = rows [left; right]^T for the given columns of the rules: [R, K] -> [R, 2N]."""
         if self.joint is not None:
-            torch.mm(rows, self.joint[:, columns].T, out=out)
+            write_product(rows, self.joint[:, columns].T, out)
         else:
-            torch.mm(rows, self.left[:, columns].T, out=out[:, : self.n])
-            torch.mm(rows, self.right[:, columns].T, out=out[:, self.n :])
+            write_product(rows, self.left[:, columns].T, out[:, : self.n])
+            write_product(rows, self.right[:, columns].T, out[:, self.n :])
 
     def from_children(self, d_children: Tensor, out: Tensor, columns: slice) -> None:
         """D by the rows = D_eta left + D_zeta right: [R, 2N] -> [R, K]."""
@@ -150,6 +183,16 @@ class Weights:
         else:
             torch.mm(d_children[:, : self.n], self.left[:, columns], out=out)
             out.addmm_(d_children[:, self.n :], self.right[:, columns])
+
+
+def write_product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a b, summed in fp32; it has the type of a and b, or another."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda and out.dtype == torch.float32:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    else:
+        out.copy_(a.float() @ b.float())
 
 
 def _follows(left: Tensor, right: Tensor) -> bool:
@@ -195,13 +238,24 @@ class Chart:
     block_largest: Tensor  # [spans of two words, blocks] fp32
     largest: Tensor  # [rows below the longest width, blocks] fp32: largest |D|
     largest_of_width: Tensor  # [widths, B] fp32
+    # What rounding left of the rows of precise sentences, laid out as `precise` says:
+    leaves_rest: Tensor
+    beta_rest: Tensor
+    children_rest: Tensor
+    # ... and for products of them: all rows of a width, then the rests of the precise ones
+    factors: Tensor  # [(words + precise words) max(N, P)] storage type
+    products: Tensor  # [words + precise words, 2N] fp32
+    precise: Precise
 
     @classmethod
-    def allocate(cls, layout: Layout, n: int, p: int, storage: torch.dtype, allocate: Allocate) -> Chart:
+    def allocate(
+        cls, layout: Layout, precise: Precise, n: int, p: int, storage: torch.dtype, allocate: Allocate
+    ) -> Chart:
         sentences, words, rows, longest = len(layout.lengths), layout.words, layout.rows, layout.longest
         below_longest = int(layout.offset[longest])
         two_words = int(layout.offset[3] - layout.offset[2]) if longest > 1 else 0
         split_blocks, single = split_sum_blocks(n).count(n), torch.float32
+        in_products = words + precise.words if precise.words else 0
         return cls(
             leaves=allocate((words, p), storage),
             beta=allocate((rows - words, n), storage),
@@ -219,6 +273,12 @@ class Chart:
             block_largest=allocate((two_words, split_blocks), single),
             largest=allocate((below_longest, outside_blocks(n).count(n)), single),
             largest_of_width=allocate((longest, sentences), single),
+            leaves_rest=allocate((precise.words, p), storage),
+            beta_rest=allocate((precise.rows - precise.words, n), storage),
+            children_rest=allocate((precise.rows, 2 * n), storage),
+            factors=allocate((in_products * max(n, p),), storage),
+            products=allocate((in_products, 2 * n), single),
+            precise=precise,
         )
 
     @property
@@ -233,35 +293,59 @@ class Chart:
 
     def _inside(self, weights: Weights, root: Tensor, emissions: Tensor, layout: Layout, tables: Tables) -> None:
         n, p, words, longest = weights.n, emissions.shape[1], layout.words, layout.longest
+        precise = self.precise
         kernels.leaf_kernel[(words,)](
-            emissions, tables.word_of_leaf, self.leaves, self.scale, p, BLOCK=row_block(p)
+            emissions, tables.word_of_leaf, self.leaves, self.leaves_rest, self.scale, p, precise.words_before,
+            PRECISE=precise.widest, BLOCK=row_block(p),
         )  # fmt: skip
         if longest > 1:
-            weights.to_children(self.leaves, self.children[:words], slice(n, None))
+            self._to_children(weights, 1, layout, slice(n, None))
         blocks = split_sum_blocks(n)
         count = blocks.count(n)
         constants = {"BLOCK": blocks.columns, "SPLITS": blocks.splits, "SCALES": 64, "ONE_BLOCK": count == 1}
-        split_sum = Launcher(kernels.split_sum_kernel, blocks.warps, **constants)
-        normalise = Launcher(kernels.normalise_kernel, 4, BLOCK=1024, BLOCKS=triton.next_power_of_2(count))
+        split_sum = Launcher(kernels.split_sum_kernel, blocks.warps, PRECISE=precise.widest, **constants)
+        blocks_there = triton.next_power_of_2(count)
+        normalise = Launcher(kernels.normalise_kernel, 4, PRECISE=precise.widest, BLOCK=1024, BLOCKS=blocks_there)
         for width in range(2, longest + 1):
             here = layout.span_rows(width)
             split_sum(
                 (count, longest - width + 1, layout.alive[width]),
-                self.children, self.scale, self.beta, self.unscaled, self.block_largest, self.row_largest,
-                *tables.position, width, words, n,
+                self.children, self.children_rest, self.scale, self.beta, self.beta_rest, self.unscaled,
+                self.block_largest, self.row_largest, *tables.position, tables.offset_rest, width, words,
+                precise.first, precise.words_before, n,
             )  # fmt: skip
             if count > 1:
+                rest, spans = precise.span_rows(width), here.stop - here.start
                 normalise(
-                    (here.stop - here.start, triton.cdiv(n, 1024), 1),
-                    self.unscaled, self.block_largest, self.beta, self.scale, self.row_largest, here.start, words, n,
-                    count,
+                    (spans, triton.cdiv(n, 1024), 1),
+                    self.unscaled, self.block_largest, self.beta, self.beta_rest, self.scale, self.row_largest,
+                    here.start, words, n, count, spans - (rest.stop - rest.start), rest.start - precise.words,
                 )  # fmt: skip
             if width < longest:
-                weights.to_children(self.beta_rows(here, words), self.children[here], slice(0, n))
+                self._to_children(weights, width, layout, slice(0, n))
         kernels.top_kernel[(len(layout.lengths),)](
-            self.beta, self.leaves, root, self.top_sum, tables.offset, tables.prefix, tables.lengths, words, n, p,
-            ONE_WORD=root.shape[0] > n, BLOCK=row_block(n),
+            self.beta, self.leaves, self.beta_rest, self.leaves_rest, root, self.top_sum, tables.offset, tables.prefix,
+            tables.lengths, tables.offset_rest, words, precise.first, precise.words_before, n, p,
+            ONE_WORD=root.shape[0] > n, PRECISE=precise.widest, BLOCK=row_block(n),
         )  # fmt: skip
+
+    def _to_children(self, weights: Weights, width: int, layout: Layout, columns: slice) -> None:
+        """eta | zeta of a width, and their rests: one product for all, so that the rules are read once."""
+        here, rest = layout.span_rows(width), self.precise.span_rows(width)
+        rows = _rows_of_width(self.leaves, self.beta, here, layout.words)
+        rests = _rows_of_width(self.leaves_rest, self.beta_rest, rest, self.precise.words)
+        count, precise_count = rows.shape[0], rests.shape[0]
+        if not precise_count:
+            weights.to_children(rows, self.children[here], columns)
+            return
+        all_rows = count + precise_count
+        factors, products = self.factors[: all_rows * rows.shape[1]].view(all_rows, -1), self.products[:all_rows]
+        torch.cat((rows, rests), out=factors)
+        weights.to_children(factors, products, columns)
+        of_precise = products[count - precise_count : count]
+        of_precise += products[count:]
+        self.children[here] = products[:count]
+        torch.sub(of_precise, self.children[here.stop - precise_count : here.stop], out=self.children_rest[rest])
 
     def _outside(self, weights: Weights, root: Tensor, layout: Layout, tables: Tables) -> None:
         """Derivatives for an incoming gradient of 1 a sentence, from the widest spans down."""
@@ -296,6 +380,3 @@ class Chart:
             self.d_children, self.usable, self.posterior, tables.offset, tables.prefix, tables.capacity, n,
             BLOCK=row_block(2 * n),
         )  # fmt: skip
-
-    def beta_rows(self, rows: slice, words: int) -> Tensor:
-        return self.beta[rows.start - words : rows.stop - words]

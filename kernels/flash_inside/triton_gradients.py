@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_inside import triton_gradient_kernels as kernels
 from flash_inside.packing import Layout
-from flash_inside.triton_chart import Allocate, Kept, Tables, Weights, row_block
+from flash_inside.triton_chart import Allocate, Kept, Tables, Weights, row_block, write_product
 
 RuleMemory = tuple[Tensor, Tensor]
 
@@ -102,9 +102,5 @@ def _sum_of_products(d_rows: Tensor, rows: Tensor, out: Tensor) -> None:
     """out = d_rows^T rows: [R, N], [R, K] -> [N, K], written in place, in the type of the gradient."""
     if d_rows.shape[0] == 0:
         out.zero_()
-    elif out.dtype == d_rows.dtype:
-        torch.mm(d_rows.T, rows, out=out)
-    elif d_rows.is_cuda and out.dtype == torch.float32:
-        torch.mm(d_rows.T, rows, out_dtype=torch.float32, out=out)
     else:
-        out.copy_(d_rows.T.float() @ rows.float())
+        write_product(d_rows.T, rows, out)

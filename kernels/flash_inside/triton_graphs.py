@@ -21,7 +21,7 @@ from torch import Tensor
 from flash_inside.cuda_graphs import capture
 from flash_inside.packing import Layout
 from flash_inside.rules import Rules, gradient_type
-from flash_inside.triton_chart import Chart, Kept, Tables, Weights
+from flash_inside.triton_chart import Chart, Kept, Precise, Tables, Weights
 from flash_inside.triton_gradients import Gradients, RuleMemory, Wanted, gradients
 
 #: Above this many nonterminals products take longer than launches: rows without words are real work, so that a graph
@@ -53,6 +53,7 @@ class Bucket:
     types: tuple[torch.dtype, torch.dtype, torch.dtype]  # of the gradients of root and rules, of emissions
     sentences: int
     words: int  # of the longest sentence
+    precise: bool  # all sentences are, or none
     rules_at: tuple[int, int] | None = None  # where left and right lie, if the graph reads them there
 
 
@@ -66,6 +67,7 @@ def bucket_of(
     lengths: Sequence[int],
     precision: str,
     storage: torch.dtype,
+    precise: bool,
     rules_stay: bool = False,
 ) -> Bucket | None:
     """None: no graph for such a batch."""
@@ -87,7 +89,7 @@ def bucket_of(
         rules_at = rules.left.data_ptr(), rules.right.data_ptr()
     device, root_size = emissions.device.index or 0, rules.root.shape[0]
     types = gradient_type(rules.root), gradient_type(rules.left), emissions.dtype
-    return Bucket(device, n, rules.preterminals, root_size, precision, storage, types, slots, words, rules_at)
+    return Bucket(device, n, rules.preterminals, root_size, precision, storage, types, slots, words, precise, rules_at)
 
 
 class Arena:
@@ -123,12 +125,12 @@ class Graph:
     def __init__(self, bucket: Bucket, arena: Arena):
         self.bucket, self.arena = bucket, arena
         device = arena.memory.device
-        self.layout = Layout([bucket.words] * bucket.sentences)
+        self.layout, self.precise = _layout(bucket)
         self.tables = self._tables([0] * bucket.sentences, device)
         self.known_tables: dict[tuple[int, ...], Tables] = {}
         arena.used = 0
         self.root, self.d_log_z, self.emissions, joint, self.chart, self.gradient_start = _memory(
-            bucket, self.layout, arena
+            bucket, self.layout, self.precise, arena
         )
         self.rules: tuple[Tensor, ...] | None = None if joint is None else joint.split(bucket.n)
         # Nothing here may refer back to this object: memory is to be free as soon as the graph is dropped. Nor may it
@@ -143,7 +145,7 @@ class Graph:
     def size(bucket: Bucket) -> int:
         """Bytes of arena needed."""
         counter = _Counter()
-        _memory(bucket, Layout([bucket.words] * bucket.sentences), counter)
+        _memory(bucket, *_layout(bucket), counter)
         return counter.largest
 
     def _tables(self, lengths: list[int], device: torch.device) -> Tables:
@@ -153,8 +155,8 @@ class Graph:
         first_word = (np.cumsum(words) - words)[:, None]
         word_of_leaf = np.where(position < words[:, None], first_word + position, -1).ravel()
         layout = self.layout
-        arrays = [layout.offset, layout.prefix, layout.lengths, words, np.arange(len(lengths)), word_of_leaf]
-        return Tables.from_arrays(arrays, device)
+        where = [layout.offset, layout.prefix, layout.lengths, words]
+        return Tables.from_arrays([*where, np.arange(len(lengths)), word_of_leaf, self.precise.offset], device)
 
     def run(self, root: Tensor, left: Tensor, right: Tensor, emissions: Tensor, lengths: Sequence[int]) -> Held:
         """The chart of a batch, in the arena."""
@@ -292,8 +294,13 @@ class _Counter:
         return torch.empty(0, dtype=dtype)
 
 
+def _layout(bucket: Bucket) -> tuple[Layout, Precise]:
+    layout = Layout([bucket.words] * bucket.sentences)
+    return layout, Precise(layout, 0 if bucket.precise else bucket.sentences)
+
+
 def _memory(
-    bucket: Bucket, layout: Layout, arena: Arena | _Counter
+    bucket: Bucket, layout: Layout, precise: Precise, arena: Arena | _Counter
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Chart, int]:
     """Cut from the arena: root, d log Z, emissions, copy of the rules, chart; and where the gradients begin."""
     n, p, storage = bucket.n, bucket.p, bucket.storage
@@ -309,7 +316,7 @@ def _memory(
         ends.append(arena.used)
         return tensor
 
-    chart = Chart.allocate(layout, n, p, storage, allocate)
+    chart = Chart.allocate(layout, precise, n, p, storage, allocate)
     gradient_start = ends[RESULTS - 1]
     if isinstance(arena, _Counter):
         arena.used = gradient_start
@@ -350,12 +357,13 @@ def find(
     lengths: Sequence[int],
     precision: str,
     storage: torch.dtype,
+    precise: bool,
     rules_stay: bool = False,
 ) -> Graph | None:
     """The graph for this batch, or None if it should be computed without one."""
     if not _allowed or not emissions.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
-    bucket = bucket_of(rules, emissions, lengths, precision, storage, rules_stay)
+    bucket = bucket_of(rules, emissions, lengths, precision, storage, precise, rules_stay)
     if bucket is None:
         return None
     if bucket in _graphs:

@@ -13,6 +13,10 @@ at most (2^40)^2 2^20 times the number of splits, still far below 2^127.
 Every kernel finds its rows from (b, i) and three small tables, in 64-bit arithmetic; nothing is added atomically, so
 results are bitwise reproducible. `capacity` is the room a sentence has in the layout, `lengths` its words: they differ
 where one CUDA graph serves many batches, and rows beyond the words then hold zeros.
+
+Roundings of bf16 average out over many words, but not in short sentences. The last sentences, from `first` on, are
+precise: of their spans of up to PRECISE words, what rounding left of e~, beta~, eta and zeta is kept in bf16 too, in
+tables of their own ("rest") whose rows are laid out likewise, with offset_rest for offset. Derivatives do without.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -41,11 +45,25 @@ def nan_to_inf(values):
 
 
 @triton.jit
-def leaf_kernel(emissions, word_of_leaf, leaves, scale, p, BLOCK: tl.constexpr):
-    """e~ = 2^40 exp(emission - max), t to match; a word nothing emits has e~ = 0 and t = -inf. Grid: (leaf rows,).
+def store_rest(target, values, mask):
+    """What is left of values after rounding to the type of the target, rounded itself."""
+    rounded = values.to(target.dtype.element_ty).to(tl.float32)
+    tl.store(target, (values - rounded).to(target.dtype.element_ty), mask=mask)
 
-    emissions [words, P] in the caller's order; word_of_leaf [rows], -1 = no word here; leaves [rows, P].
-    """
+
+@triton.jit(do_not_specialize=["first_precise"])
+def leaf_kernel(
+    emissions,  # [words, P] in the caller's order
+    word_of_leaf,  # [rows], -1 = no word here
+    leaves,  # [rows, P]
+    rest,  # [rows from first_precise on, P]
+    scale,
+    p,
+    first_precise,  # row
+    PRECISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """e~ = 2^40 exp(emission - max), t to match; a word nothing emits has e~ = 0 and t = -inf. Grid: (leaf rows,)."""
     row = tl.program_id(0).to(tl.int64)
     word = tl.load(word_of_leaf + row)
     available = tl.where(word >= 0, p, 0)
@@ -63,18 +81,21 @@ def leaf_kernel(emissions, word_of_leaf, leaves, scale, p, BLOCK: tl.constexpr):
         values = tl.load(
             emissions + word * p + first + columns, mask=first + columns < available, other=float("-inf")
         ).to(tl.float32)
-        tl.store(
-            leaves + row * p + first + columns,
-            (tl.exp(values - subtracted) * LARGEST_ENTRY).to(leaves.dtype.element_ty),
-            mask=first + columns < p,
-        )
+        values = tl.exp(values - subtracted) * LARGEST_ENTRY
+        in_row = first + columns < p
+        tl.store(leaves + row * p + first + columns, values.to(leaves.dtype.element_ty), mask=in_row)
+        if PRECISE > 0:  # noqa: SIM102  (a constant)
+            if row >= first_precise:
+                store_rest(rest + (row - first_precise) * p + first + columns, values, in_row)
 
 
-@triton.jit(do_not_specialize=["width", "words"])
+@triton.jit(do_not_specialize=["width", "words", "first", "words_before"])
 def split_sum_kernel(
     children,  # [rows, 2, N] eta | zeta of all narrower widths
+    children_rest,
     scale,  # [rows] fp64: t, read for narrower rows, written here
     beta,  # [rows - words, N] storage type; written here if one program holds the row
+    beta_rest,
     unscaled,  # [spans of the width, N] fp32, else
     block_largest,  # [spans of the width, blocks] fp32, else
     row_largest,  # [rows] fp32: the divisor of the row
@@ -82,9 +103,13 @@ def split_sum_kernel(
     prefix,
     capacity,
     lengths,
+    offset_rest,
     width,
     words,  # leaf rows
+    first,  # precise sentence
+    words_before,  # leaf rows before it
     n,
+    PRECISE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,  # splits at a time
     SCALES: tl.constexpr,  # scales at a time
@@ -126,16 +151,31 @@ def split_sum_kernel(
         exponent = tl.load(scale + left) + tl.load(scale + right) - log_scale + LOG_HEADROOM
         half = tl.where(real, tl.exp((exponent * 0.5).to(tl.float32)), 0.0)
         wanted = real[:, None] & in_row[None, :]
-        eta = tl.load(children + left[:, None] * (2 * n) + columns[None, :], mask=wanted, other=0.0)
+        eta = tl.load(children + left[:, None] * (2 * n) + columns[None, :], mask=wanted, other=0.0).to(tl.float32)
         zeta = tl.load(children + right[:, None] * (2 * n) + n + columns[None, :], mask=wanted, other=0.0)
-        total += eta.to(tl.float32) * zeta.to(tl.float32) * half[:, None] * half[:, None]
+        zeta = zeta.to(tl.float32)
+        if PRECISE > 0:  # noqa: SIM102  (a constant)
+            if b >= first:
+                right_width = width - left_width
+                left = row_of(offset_rest, prefix_b - words_before, b - first, left_width, i)
+                right = row_of(offset_rest, prefix_b - words_before, b - first, right_width, i + left_width)
+                at, known = left[:, None] * (2 * n) + columns[None, :], wanted & (left_width <= PRECISE)[:, None]
+                eta += tl.load(children_rest + at, mask=known, other=0.0).to(tl.float32)
+                at, known = right[:, None] * (2 * n) + n + columns[None, :], wanted & (right_width <= PRECISE)[:, None]
+                zeta += tl.load(children_rest + at, mask=known, other=0.0).to(tl.float32)
+        total += eta * zeta * half[:, None] * half[:, None]
     values = tl.sum(total, 0)  # [BLOCK]
     log_scale -= LOG_HEADROOM
 
     largest = tl.max(tl.where(in_row, nan_to_inf(values), 0.0), 0)
     if ONE_BLOCK:
         divisor = tl.where(largest > 0, largest / LARGEST_ENTRY, 1.0)
-        tl.store(beta + (row - words) * n + columns, (values / divisor).to(beta.dtype.element_ty), mask=in_row)
+        values = values / divisor
+        tl.store(beta + (row - words) * n + columns, values.to(beta.dtype.element_ty), mask=in_row)
+        if PRECISE > 0:  # noqa: SIM102  (a constant)
+            if (b >= first) & (width <= PRECISE):
+                row_rest = row_of(offset_rest, prefix_b - words_before, b - first, width, i) - (words - words_before)
+                store_rest(beta_rest + row_rest * n + columns, values, in_row)
         tl.store(row_largest + row, divisor)
         tl.store(scale + row, tl.where(largest > 0, log_scale + tl.log(divisor.to(tl.float64)), float("-inf")))
     else:
@@ -146,17 +186,21 @@ def split_sum_kernel(
             tl.store(scale + row, log_scale)
 
 
-@triton.jit(do_not_specialize=["first_row", "words", "blocks"])
+@triton.jit(do_not_specialize=["first_row", "words", "blocks", "first_span", "first_rest"])
 def normalise_kernel(
     unscaled,
     block_largest,
     beta,
+    beta_rest,
     scale,
     row_largest,
     first_row,
     words,
     n,
     blocks,
+    first_span,  # of a precise sentence
+    first_rest,  # its row of beta_rest
+    PRECISE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -171,35 +215,67 @@ def normalise_kernel(
     divisor = tl.where(largest > 0, largest / LARGEST_ENTRY, 1.0)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     in_row = columns < n
-    values = tl.load(unscaled + span * n + columns, mask=in_row, other=0.0)
-    tl.store(beta + (row - words) * n + columns, (values / divisor).to(beta.dtype.element_ty), mask=in_row)
+    values = tl.load(unscaled + span * n + columns, mask=in_row, other=0.0) / divisor
+    tl.store(beta + (row - words) * n + columns, values.to(beta.dtype.element_ty), mask=in_row)
+    if PRECISE > 0:  # noqa: SIM102  (a constant)
+        if span >= first_span:
+            store_rest(beta_rest + (span - first_span + first_rest) * n + columns, values, in_row)
     if block == 0:
         log_scale = tl.load(scale + row)
         tl.store(row_largest + row, divisor)
         tl.store(scale + row, tl.where(largest > 0, log_scale + tl.log(divisor.to(tl.float64)), float("-inf")))
 
 
-@triton.jit(do_not_specialize=["words"])
+@triton.jit(do_not_specialize=["words", "first_precise", "words_before"])
 def top_kernel(
-    beta, leaves, root, top_sum, offset, prefix, lengths, words, n, p, ONE_WORD: tl.constexpr, BLOCK: tl.constexpr
+    beta,
+    leaves,
+    beta_rest,
+    leaves_rest,
+    root,
+    top_sum,
+    offset,
+    prefix,
+    lengths,
+    offset_rest,
+    words,
+    first_precise,
+    words_before,
+    n,
+    p,
+    ONE_WORD: tl.constexpr,
+    PRECISE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """root . beta~ of the whole sentence (one word: the preterminal part of root . e~). Grid: (sentences,)."""
     b = tl.program_id(0)
+    prefix_b = tl.load(prefix + b)
     length = tl.load(lengths + b)
     columns = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     if length > 1:
-        row = row_of(offset, tl.load(prefix + b), b, length, 0)
+        row = row_of(offset, prefix_b, b, length, 0) - words
         for first in range(0, n, BLOCK):
             in_row = first + columns < n
-            values = tl.load(beta + (row - words) * n + first + columns, mask=in_row, other=0.0).to(tl.float32)
+            values = tl.load(beta + row * n + first + columns, mask=in_row, other=0.0).to(tl.float32)
             total += values * tl.load(root + first + columns, mask=in_row, other=0.0).to(tl.float32)
+        if PRECISE > 0:  # noqa: SIM102  (a constant)
+            if (b >= first_precise) & (length <= PRECISE):
+                row = row_of(offset_rest, prefix_b - words_before, b - first_precise, length, 0)
+                row -= words - words_before
+                for first in range(0, n, BLOCK):
+                    in_row = first + columns < n
+                    values = tl.load(beta_rest + row * n + first + columns, mask=in_row, other=0.0).to(tl.float32)
+                    total += values * tl.load(root + first + columns, mask=in_row, other=0.0).to(tl.float32)
     if ONE_WORD:  # noqa: SIM102  (a constant: root has a preterminal part)
         if length == 1:
-            row = tl.load(prefix + b)
             for first in range(0, p, BLOCK):
                 in_row = first + columns < p
-                values = tl.load(leaves + row * p + first + columns, mask=in_row, other=0.0).to(tl.float32)
+                values = tl.load(leaves + prefix_b * p + first + columns, mask=in_row, other=0.0).to(tl.float32)
+                if PRECISE > 0:  # noqa: SIM102  (a constant)
+                    if b >= first_precise:
+                        at = (prefix_b - words_before) * p + first + columns
+                        values += tl.load(leaves_rest + at, mask=in_row, other=0.0).to(tl.float32)
                 total += values * tl.load(root + n + first + columns, mask=in_row, other=0.0).to(tl.float32)
     tl.store(top_sum + b, tl.sum(total, 0))
 
