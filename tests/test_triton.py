@@ -152,6 +152,32 @@ def test_one_grammar_per_sentence():
 
 
 @runs_kernels
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_word_sentences_are_recomputed_without_the_rules(precision, monkeypatch):
+    """S -> T with 1e-60 in all, as a young grammar has it: fp32 does not hold that, but fp64 rules are not needed."""
+    fine = random_rules(4, 5, seed=6)
+    root = torch.cat((fine.root[:4], fine.root[4:] * 1e-60))
+    rules = Rules((root / root.sum()).to(DEVICE), *(t.float().to(DEVICE) for t in fine[1:]))
+    lengths, emissions = [1, 3, 1], random_emissions(5, 5, seed=6, dtype=torch.float32).to(DEVICE)
+    weight = torch.tensor([1.0, -2.0, 0.5], device=DEVICE)
+    truth = gradients(Rules(*(t.double() for t in rules)), emissions.double(), lengths, weight, "fp64", "reference")
+    statistics = flash_inside.Statistics()
+
+    def inside(*arguments):
+        return flash_inside.inside(*arguments, statistics)
+
+    def refuse(*_):
+        raise AssertionError("the rules were brought to fp64")
+
+    monkeypatch.setattr("flash_inside.scaled.inside", refuse)
+    ours = gradients(rules, emissions, lengths, weight, precision, "triton", inside)
+    assert statistics.recomputed == 2
+    torch.testing.assert_close(ours[0], truth[0], rtol=1e-6, atol=0)
+    for probability, got, want in zip((*rules, torch.ones((), device=DEVICE)), ours[1], truth[1], strict=True):
+        assert ((got - want) * probability).norm() <= 1e-5 * (want * probability).norm()
+
+
+@runs_kernels
 def test_rows_of_several_blocks(cut_rows):
     cut_rows(16, 2)
     compare(100, 33, [5, 1, 3])

@@ -163,18 +163,28 @@ def _scaled_inside(
     """fp64 range for what left the range of the asked precision, log space for what left that too."""
     log_z, trusted = _first_pass(rules, emissions, lengths, precision, backend)
     doubtful = _doubtful(trusted)
-    if doubtful:
-        part_emissions, part_lengths = _select(emissions, lengths, doubtful)
-        if precision == "fp64":
-            _count(statistics, log_space=len(doubtful))
+    for sentences in _one_word_and_others(doubtful, lengths):
+        part_emissions, part_lengths = _select(emissions, lengths, sentences)
+        if precision != "fp64":
+            _count(statistics, fp64=len(sentences))
+        if part_lengths[0] == 1:
+            again = reference.one_word_inside(rules.root, part_emissions, rules.nonterminals)
+        elif precision == "fp64":
+            _count(statistics, log_space=len(sentences))
             again = reference.inside(rules, part_emissions, part_lengths)
         else:
-            _count(statistics, fp64=len(doubtful))
             wide_rules = Rules(*(upcast(tensor) for tensor in rules))
             again = _scaled_inside(wide_rules, upcast(part_emissions), part_lengths, "fp64", "torch", statistics)
-        index = torch.tensor(doubtful, device=log_z.device)
+        index = torch.tensor(sentences, device=log_z.device)
         log_z = log_z.index_put((index,), again.to(log_z.dtype))
     return log_z
+
+
+def _one_word_and_others(doubtful: list[int], lengths: list[int]) -> list[list[int]]:
+    """A young grammar gives one-word sentences less than fp32 can hold. Their trees have no rules: to bring those of a
+    large grammar to fp64 for them would take gigabytes and a tenth of a second."""
+    parts = [[b for b in doubtful if (lengths[b] == 1) == one_word] for one_word in (True, False)]
+    return [part for part in parts if part]
 
 
 def _first_pass(

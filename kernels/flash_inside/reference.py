@@ -29,6 +29,14 @@ def inside(rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dty
     return torch.stack(scores) + connection(rules, emissions).to(dtype)
 
 
+def one_word_inside(root: Tensor, words: Tensor, nonterminals: int) -> Tensor:
+    """Log marginals of sentences of one word, in fp64: no rule takes part. words: [B, P] log-emissions -> [B]."""
+    wide = upcast(words)
+    if root.shape[0] == nonterminals:  # a nonterminal never emits a word
+        return wide.new_full((len(words),), NEGATIVE_INFINITY)
+    return log_sum_exp(safe_log(upcast(root)[nonterminals:]) + wide, dim=1)
+
+
 def span_marginals(
     rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:

@@ -28,6 +28,8 @@ class FeatureDropout(NamedTuple):
     def of_step(
         cls, embedding_rate: float, feature_rate: float, rule_rate: float = 0.0, *, seed: int, step: int
     ) -> FeatureDropout:
+        if not (embedding_rate or feature_rate or rule_rate):
+            return cls()  # keys take a tenth of a millisecond
         keys = [np.random.SeedSequence([seed, step, stream, 0xFEA7]).generate_state(2) for stream in range(STREAMS)]
         return cls(embedding_rate, feature_rate, rule_rate, torch.from_numpy(np.array(keys, dtype=np.int64)))
 

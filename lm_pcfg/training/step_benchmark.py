@@ -9,6 +9,9 @@ end of every part:
     backward    from there to the parameters, through normalisers, softmaxes and networks
     optimizer   clipping, the update, the moving average
 
+A sentence that left the range of the number format is computed again, which takes long: `recomputed` of the first
+measurement, warm-up included, are such.
+
 There are twice as many preterminals as nonterminals, and a step is one batch of so many sentences, whatever the config
 says.
 """
@@ -28,6 +31,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
+from flash_inside import free_memory
 from flash_inside.benchmarks.arguments import why_not_written
 from flash_inside.benchmarks.lengths import ptb_lengths
 from flash_inside.benchmarks.results import Results, Row
@@ -42,8 +46,8 @@ from lm_pcfg.training.steps import STEPS_BEFORE_CAPTURE
 PARTS = ("networks", "emission", "inside", "backward", "optimizer")
 FIELDS = (
     "nonterminals", "preterminals", "sentences", "state_dropout", "inside_precision", "networks_precision",
-    *(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "words_per_step", "peak_gib", "vocabulary",
-    "data", "device", "torch", "date", "note",
+    *(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "words_per_step", "peak_gib", "recomputed",
+    "vocabulary", "data", "device", "torch", "date", "note",
 )  # fmt: skip
 #: Settings that the grid decides, and how to.
 DECIDED = {
@@ -117,6 +121,7 @@ def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
     finally:  # Accelerate keeps what it has prepared, and the next size is to be measured alone
         engine.accelerator.free_memory()
         gc.collect()
+        free_memory()
         if engine.device.type == "cuda":
             torch.cuda.empty_cache()
     return row
@@ -138,6 +143,7 @@ def _timed(trainer: Trainer, steps: int) -> Row:
     _synchronize(device)
     seconds = time.perf_counter() - began
     trainer.settle()
+    recomputed = round(trainer.position.window.recomputed)
     if trainer.position.skipped:
         return {"note": f"{trainer.position.skipped} updates were not finite"}
 
@@ -158,6 +164,7 @@ def _timed(trainer: Trainer, steps: int) -> Row:
         "step_ms": round(1e3 * seconds / steps, 3),
         "words_per_second": round(words / seconds),
         "words_per_step": round(words / steps, 1),
+        "recomputed": recomputed,
         "vocabulary": len(trainer.corpora.vocabulary),
     }  # fmt: skip
 
