@@ -85,7 +85,13 @@ def train(
 @app.command()
 def score(
     file: Annotated[str, typer.Argument(help="Text, one sentence a line; - for standard input; or embedded:test.")],
-    checkpoint: Checkpoint = None,
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Checkpoint or run folder; default: the best checkpoint of the newest run under runs/. Given several "
+            "times: the even mixture of these grammars."
+        ),
+    ] = None,
     per_sentence: Annotated[bool, typer.Option(help="Print the natural log-probability of every line.")] = False,
     as_json: Json = False,
     max_length: Annotated[int, typer.Option(min=1, help="Lines of more words are skipped.")] = 250,
@@ -110,15 +116,16 @@ def score(
     from lm_pcfg.inference.model import load_trained
     from lm_pcfg.inference.score import TextScore, score_lines
 
-    trained = load_trained(checkpoint, weights=weights, device=device)
+    paths: list[Path | None] = [*checkpoint] if checkpoint else [None]
+    mixture = [load_trained(path, weights=weights, device=device) for path in paths]
     if root == "nonterminals":
-        trained = replace(trained, grammar=trained.grammar.with_root_over_nonterminals())
+        mixture = [replace(one, grammar=one.grammar.with_root_over_nonterminals()) for one in mixture]
     result = TextScore()
     scored: list[bool] = []
     # Values on a terminal are progress enough.
     with progress("lines scored", _count_lines(file), show=not (per_sentence and sys.stdout.isatty())) as bar:
         values = score_lines(
-            trained, file, result, max_length=max_length, precision=precision, batch_cost=batch_cost,
+            mixture, file, result, max_length=max_length, precision=precision, batch_cost=batch_cost,
             warn=lambda message: bar.message(f"warning: {message}"), on_lines=lambda lines: bar.advance(lines),
         )  # fmt: skip
         for value in values:
@@ -131,8 +138,8 @@ def score(
         raise UserError(f"{display_name(file)}: no line could be scored ({why})")
     report: dict[str, Any] = {
         "file": file,
-        "checkpoint": str(trained.checkpoint),
-        "weights": trained.weights,
+        "checkpoint": " + ".join(str(one.checkpoint) for one in mixture),
+        "weights": " + ".join(one.weights for one in mixture),
         "nll": total.nll,
         "words": result.words,
         "pieces": result.pieces,

@@ -31,7 +31,7 @@ def test_a_trained_checkpoint_has_the_same_scores_on_gpu_and_cpu(tmp_path):
     def scores(device: str, backend: str) -> list[float]:
         trained = load_trained(tmp_path / "runs" / "small", device=device)
         found = score_lines(
-            trained, str(text), TextScore(), max_length=100, backend=backend, warn=pytest.fail, batch_cost=2000
+            [trained], str(text), TextScore(), max_length=100, backend=backend, warn=pytest.fail, batch_cost=2000
         )
         return [value for value in found if value is not None]
 

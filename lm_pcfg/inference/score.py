@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from flash_inside import Statistics
-from lm_pcfg.corpus.sentences import encode_sentences
+from lm_pcfg.corpus.sentences import Sentences, encode_sentences
 from lm_pcfg.corpus.shard_files import is_json, is_parquet
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
 from lm_pcfg.corpus.vocabulary import Vocabulary
@@ -56,7 +56,7 @@ class TextScore:
 
 
 def score_lines(
-    trained: TrainedGrammar,
+    mixture: Sequence[TrainedGrammar],
     source: str,
     result: TextScore,
     *,
@@ -67,13 +67,22 @@ def score_lines(
     warn: Callable[[str], None],
     on_lines: Callable[[int], None] = lambda lines: None,
 ) -> Iterator[Line]:
-    """One value a line of the source ('-': standard input), in its order; adds the sums to `result` on the way."""
-    name = display_name(source)
+    """One value a line of the source ('-': standard input), in its order; adds the sums to `result` on the way.
+
+    mixture: grammars of one vocabulary. Several, each with the same share, are one grammar again: that of all their
+    symbols, whose root first chooses one of them.
+    """
+    name, trained = display_name(source), mixture[0]
+    for other in mixture:
+        if other.vocabulary.hash != trained.vocabulary.hash:
+            raise UserError(
+                f"{trained.checkpoint} and {other.checkpoint} have different vocabularies; a mixture needs one for all"
+            )
     if is_json(Path(source)) or is_parquet(Path(source)):
         raise UserError(f"{name}: score reads text, one sentence a line; take the sentences out of their field first")
     numbered = read_lines(resolve_source(source), name=name)
-    n = trained.grammar.rules.nonterminals
-    fewest = 1 if trained.grammar.root.shape[0] > n or trained.vocabulary.end_id is not None else 2
+    one_word = any(one.grammar.root.shape[0] > one.grammar.rules.nonterminals for one in mixture)
+    fewest = 1 if one_word or trained.vocabulary.end_id is not None else 2
     warnings = _Warnings(warn)
     unit = "words" if isinstance(trained.vocabulary, Vocabulary) else "pieces"
     while block := list(islice(numbered, LINES_AT_A_TIME)):
@@ -97,10 +106,7 @@ def score_lines(
             else:
                 kept.append(position)
         sentences = encode_sentences([block[position] for position in kept], trained.vocabulary)
-        log_p = sentence_log_probabilities(
-            trained.grammar, sentences, batch_cost=batch_cost, precision=precision, backend=backend,
-            statistics=result.statistics, on_batch=on_lines,
-        )  # fmt: skip
+        log_p = _mixed(mixture, sentences, result.statistics, batch_cost, precision, backend, on_lines)
         score = corpus_score(sentences, log_p)
         result.nlls.append(score.nll)
         result.pieces += score.words
@@ -123,6 +129,26 @@ def score_lines(
     if result.unknown_words and none_in_training:
         warn(f"{name}: {result.unknown_words:,} unknown {unit}, but training saw none: their probability is arbitrary")
     warnings.summarise()
+
+
+def _mixed(
+    mixture: Sequence[TrainedGrammar],
+    sentences: Sentences,
+    statistics: Statistics,
+    batch_cost: int,
+    precision: str,
+    backend: str,
+    on_lines: Callable[[int], None],
+) -> np.ndarray:
+    """Logarithms of mean probabilities: fp64 [lines]. Lines are told of when the last grammar has them."""
+    parts = []
+    for one in mixture:
+        log_p = sentence_log_probabilities(
+            one.grammar, sentences, batch_cost=batch_cost, precision=precision, backend=backend, statistics=statistics,
+            on_batch=on_lines if one is mixture[-1] else lambda lines: None,
+        )  # fmt: skip
+        parts.append(log_p)
+    return np.logaddexp.reduce(parts) - math.log(len(mixture))
 
 
 def _unknown_words(ids: np.ndarray, offsets: np.ndarray, log_p: np.ndarray, unknown_id: int) -> int:
