@@ -27,7 +27,7 @@ class Statistics:
 
     sentences: int = 0
     recomputed: int = 0  # left the range of the number format and were computed again, in fp64
-    recomputed_in_log_space: int = 0  # ... of these, left the range of fp64 as well
+    recomputed_in_log_space: int = 0  # ... of these, left the range of fp64 as well (not asked of single words)
 
 
 def inside(
@@ -165,12 +165,13 @@ def _scaled_inside(
     doubtful = _doubtful(trusted)
     for sentences in _one_word_and_others(doubtful, lengths):
         part_emissions, part_lengths = _select(emissions, lengths, sentences)
-        if precision != "fp64":
+        if precision == "fp64":
+            _count(statistics, log_space=len(sentences))
+        else:
             _count(statistics, fp64=len(sentences))
         if part_lengths[0] == 1:
             again = reference.one_word_inside(rules.root, part_emissions, rules.nonterminals)
         elif precision == "fp64":
-            _count(statistics, log_space=len(sentences))
             again = reference.inside(rules, part_emissions, part_lengths)
         else:
             wide_rules = Rules(*(upcast(tensor) for tensor in rules))

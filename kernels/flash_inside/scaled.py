@@ -37,6 +37,9 @@ LARGEST_TRUSTED_D = {torch.float32: 1e28, torch.float64: 1e298}
 #: Up to this many nonterminals "bf16" keeps the chart in fp32: the products cost nothing there, and with few symbols
 #: rounding errors of bf16 do not average out (two words, 16 symbols: 4 times the error allowed to bf16).
 LARGEST_FP32_CHART = 256
+#: Nor do they in sentences of so few words: here a batch that has one is computed in fp32 as a whole, and the triton
+#: backend keeps what rounding left of such sentences.
+MOST_WORDS_OF_PRECISE = 16
 
 
 class Precision(NamedTuple):
@@ -50,6 +53,11 @@ PRECISIONS = {
     "tf32": Precision(torch.float32, torch.float32),
     "bf16": Precision(torch.float32, torch.bfloat16),
 }
+
+
+def precision_of(name: str, n: int, layout: Layout) -> Precision:
+    precise = n <= LARGEST_FP32_CHART or layout.lengths[-1] <= MOST_WORDS_OF_PRECISE
+    return PRECISIONS["fp32" if name == "bf16" and precise else name]
 
 
 class Result(NamedTuple):
@@ -262,7 +270,7 @@ class _ScaledInside(torch.autograd.Function):
     def forward(
         ctx: Any, root: Tensor, left: Tensor, right: Tensor, emissions: Tensor, layout: Layout, precision_name: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        precision = PRECISIONS[precision_name]
+        precision = precision_of(precision_name, left.shape[0], layout)
         rules, device = Rules(root, left, right), emissions.device
         n, words = rules.nonterminals, layout.words
         with matmul_precision(precision_name):
@@ -308,7 +316,7 @@ class _ScaledInside(torch.autograd.Function):
             ctx.save_for_backward(
                 root, left, right, emissions, chart.beta, derivatives.children, top_rows, top_sums, trusted
             )
-            ctx.layout, ctx.precision_name = layout, precision_name
+            ctx.layout, ctx.precision, ctx.precision_name = layout, precision, precision_name
             ctx.gradient_types = [gradient_type(tensor) for tensor in (root, left, right, emissions)]
         results = layout.unsort(log_z), layout.unsort(trusted), posterior
         ctx.mark_non_differentiable(*results[1:])
@@ -318,7 +326,7 @@ class _ScaledInside(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_log_z: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:
         root, left, right, emissions, beta, d_children, top_rows, top_sums, trusted = ctx.saved_tensors
-        layout, precision = ctx.layout, PRECISIONS[ctx.precision_name]
+        layout, precision = ctx.layout, ctx.precision
         rules, words = Rules(root, left, right), layout.words
         n, compute = rules.nonterminals, precision.compute
         order = torch.tensor(layout.order, device=d_log_z.device)

@@ -4,6 +4,7 @@ The contract is that of scaled.py (log Z, trusted, posterior). What differs, and
 
     one scale a row       eta | zeta are stored as the product leaves them, in the storage type: no pass over them
     no copy of the rules  products read left and right where they are, and write the gradients where they belong
+    short sentences       in bf16 keep what rounding left of their rows, instead of a chart in fp32
     gathered derivatives  every row sums over its parents in a fixed order: no atomics, bitwise reproducible
     CUDA graphs           where launching the kernels would take longer than running them
 """
@@ -19,14 +20,11 @@ from torch import Tensor
 from flash_inside import triton_graphs
 from flash_inside.packing import Layout
 from flash_inside.rules import Rules, gradient_type
-from flash_inside.scaled import LARGEST_FP32_CHART, Result, finite
+from flash_inside.scaled import LARGEST_FP32_CHART, MOST_WORDS_OF_PRECISE, Result, finite
 from flash_inside.triton_chart import Chart, Kept, Precise, Tables, Weights, product_precision
 from flash_inside.triton_gradients import RuleMemory, Wanted, gradients
 
 PRECISIONS = ("fp32", "tf32", "bf16")
-
-#: In bf16 sentences of so many words and fewer keep what rounding left: see triton_kernels.py.
-MOST_WORDS_OF_PRECISE = 16
 
 
 def inside(

@@ -93,21 +93,17 @@ def row_block(columns: int) -> int:
 
 
 class Precise:
-    """Rows of a layout that keep what rounding left (see triton_kernels.py): narrow spans of the last sentences."""
-
-    #: Words of the widest such span.
-    WIDEST = 4
+    """Sentences of a layout whose rows keep what rounding left (see triton_kernels.py): the last ones, or none."""
 
     def __init__(self, layout: Layout, first: int):
         self.first = first  # sorted sentence
         self.words_before = int(layout.lengths[:first].sum())
         self.words = layout.words - self.words_before
-        self.widest = self.WIDEST if self.words else 0
         self.offset = np.zeros_like(layout.offset)
         if self.words:
-            narrow = Layout(layout.lengths[first:].tolist()).offset[: self.widest + 2]
-            self.offset[:] = narrow[-1]
-            self.offset[: len(narrow)] = narrow
+            tail = Layout(layout.lengths[first:].tolist()).offset
+            self.offset[:] = tail[-1]
+            self.offset[: len(tail)] = tail
         self.rows = int(self.offset[-1])
 
     @classmethod
@@ -293,19 +289,19 @@ class Chart:
 
     def _inside(self, weights: Weights, root: Tensor, emissions: Tensor, layout: Layout, tables: Tables) -> None:
         n, p, words, longest = weights.n, emissions.shape[1], layout.words, layout.longest
-        precise = self.precise
+        precise, any_precise = self.precise, self.precise.words > 0
         kernels.leaf_kernel[(words,)](
             emissions, tables.word_of_leaf, self.leaves, self.leaves_rest, self.scale, p, precise.words_before,
-            PRECISE=precise.widest, BLOCK=row_block(p),
+            PRECISE=any_precise, BLOCK=row_block(p),
         )  # fmt: skip
         if longest > 1:
             self._to_children(weights, 1, layout, slice(n, None))
         blocks = split_sum_blocks(n)
         count = blocks.count(n)
         constants = {"BLOCK": blocks.columns, "SPLITS": blocks.splits, "SCALES": 64, "ONE_BLOCK": count == 1}
-        split_sum = Launcher(kernels.split_sum_kernel, blocks.warps, PRECISE=precise.widest, **constants)
+        split_sum = Launcher(kernels.split_sum_kernel, blocks.warps, PRECISE=any_precise, **constants)
         blocks_there = triton.next_power_of_2(count)
-        normalise = Launcher(kernels.normalise_kernel, 4, PRECISE=precise.widest, BLOCK=1024, BLOCKS=blocks_there)
+        normalise = Launcher(kernels.normalise_kernel, 4, PRECISE=any_precise, BLOCK=1024, BLOCKS=blocks_there)
         for width in range(2, longest + 1):
             here = layout.span_rows(width)
             split_sum(
@@ -326,7 +322,7 @@ class Chart:
         kernels.top_kernel[(len(layout.lengths),)](
             self.beta, self.leaves, self.beta_rest, self.leaves_rest, root, self.top_sum, tables.offset, tables.prefix,
             tables.lengths, tables.offset_rest, words, precise.first, precise.words_before, n, p,
-            ONE_WORD=root.shape[0] > n, PRECISE=precise.widest, BLOCK=row_block(n),
+            ONE_WORD=root.shape[0] > n, PRECISE=any_precise, BLOCK=row_block(n),
         )  # fmt: skip
 
     def _to_children(self, weights: Weights, width: int, layout: Layout, columns: slice) -> None:

@@ -37,6 +37,9 @@ LARGEST_N_OF_COPIED_RULES = 4096
 #: Beyond this many nonterminals, no graph for a chart of more rows than that: the products hide the launches, and an
 #: arena would cost memory while the gradients are computed.
 LARGEST_N_OF_LARGE_CHARTS, MOST_ROWS_BEYOND = 4096, 4096
+#: A graph keeps what rounding left of all its sentences or of none: beyond the first, no graph for batches of longer
+#: sentences that have a short one among them.
+MOST_WORDS_OF_PRECISE = 24
 MOST_GRAPHS = 64
 GROWTH = 1 << 28  # bytes of arena: larger and larger batches make it grow, not each of them
 MOST_TABLES = 64  # of a graph: batches of one length come again and again
@@ -77,6 +80,8 @@ def bucket_of(
     words = _round_up(longest, 4) if launch_bound else longest
     room = slots * words * (words + 1) // 2
     if longest < 2 or room > MOST_PADDING[launch_bound] * sum(length * (length + 1) // 2 for length in lengths):
+        return None
+    if precise and not launch_bound and longest > MOST_WORDS_OF_PRECISE:
         return None
     rules_at = None
     if n > (LARGEST_LAUNCH_BOUND_N if rules_stay else LARGEST_N_OF_COPIED_RULES):

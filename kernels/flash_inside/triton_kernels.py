@@ -15,8 +15,8 @@ results are bitwise reproducible. `capacity` is the room a sentence has in the l
 where one CUDA graph serves many batches, and rows beyond the words then hold zeros.
 
 Roundings of bf16 average out over many words, but not in short sentences. The last sentences, from `first` on, are
-precise: of their spans of up to PRECISE words, what rounding left of e~, beta~, eta and zeta is kept in bf16 too, in
-tables of their own ("rest") whose rows are laid out likewise, with offset_rest for offset. Derivatives do without.
+PRECISE: what rounding left of their e~, beta~, eta and zeta is kept in bf16 too, in tables of their own ("rest") whose
+rows are laid out likewise, with offset_rest for offset. Derivatives do without.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -84,7 +84,7 @@ def leaf_kernel(
         values = tl.exp(values - subtracted) * LARGEST_ENTRY
         in_row = first + columns < p
         tl.store(leaves + row * p + first + columns, values.to(leaves.dtype.element_ty), mask=in_row)
-        if PRECISE > 0:  # noqa: SIM102  (a constant)
+        if PRECISE:  # noqa: SIM102  (a constant)
             if row >= first_precise:
                 store_rest(rest + (row - first_precise) * p + first + columns, values, in_row)
 
@@ -154,15 +154,14 @@ def split_sum_kernel(
         eta = tl.load(children + left[:, None] * (2 * n) + columns[None, :], mask=wanted, other=0.0).to(tl.float32)
         zeta = tl.load(children + right[:, None] * (2 * n) + n + columns[None, :], mask=wanted, other=0.0)
         zeta = zeta.to(tl.float32)
-        if PRECISE > 0:  # noqa: SIM102  (a constant)
+        if PRECISE:  # noqa: SIM102  (a constant)
             if b >= first:
-                right_width = width - left_width
                 left = row_of(offset_rest, prefix_b - words_before, b - first, left_width, i)
-                right = row_of(offset_rest, prefix_b - words_before, b - first, right_width, i + left_width)
-                at, known = left[:, None] * (2 * n) + columns[None, :], wanted & (left_width <= PRECISE)[:, None]
-                eta += tl.load(children_rest + at, mask=known, other=0.0).to(tl.float32)
-                at, known = right[:, None] * (2 * n) + n + columns[None, :], wanted & (right_width <= PRECISE)[:, None]
-                zeta += tl.load(children_rest + at, mask=known, other=0.0).to(tl.float32)
+                right = row_of(offset_rest, prefix_b - words_before, b - first, width - left_width, i + left_width)
+                at = left[:, None] * (2 * n) + columns[None, :]
+                eta += tl.load(children_rest + at, mask=wanted, other=0.0).to(tl.float32)
+                at = right[:, None] * (2 * n) + n + columns[None, :]
+                zeta += tl.load(children_rest + at, mask=wanted, other=0.0).to(tl.float32)
         total += eta * zeta * half[:, None] * half[:, None]
     values = tl.sum(total, 0)  # [BLOCK]
     log_scale -= LOG_HEADROOM
@@ -172,8 +171,8 @@ def split_sum_kernel(
         divisor = tl.where(largest > 0, largest / LARGEST_ENTRY, 1.0)
         values = values / divisor
         tl.store(beta + (row - words) * n + columns, values.to(beta.dtype.element_ty), mask=in_row)
-        if PRECISE > 0:  # noqa: SIM102  (a constant)
-            if (b >= first) & (width <= PRECISE):
+        if PRECISE:  # noqa: SIM102  (a constant)
+            if b >= first:
                 row_rest = row_of(offset_rest, prefix_b - words_before, b - first, width, i) - (words - words_before)
                 store_rest(beta_rest + row_rest * n + columns, values, in_row)
         tl.store(row_largest + row, divisor)
@@ -217,7 +216,7 @@ def normalise_kernel(
     in_row = columns < n
     values = tl.load(unscaled + span * n + columns, mask=in_row, other=0.0) / divisor
     tl.store(beta + (row - words) * n + columns, values.to(beta.dtype.element_ty), mask=in_row)
-    if PRECISE > 0:  # noqa: SIM102  (a constant)
+    if PRECISE:  # noqa: SIM102  (a constant)
         if span >= first_span:
             store_rest(beta_rest + (span - first_span + first_rest) * n + columns, values, in_row)
     if block == 0:
@@ -259,8 +258,8 @@ def top_kernel(
             in_row = first + columns < n
             values = tl.load(beta + row * n + first + columns, mask=in_row, other=0.0).to(tl.float32)
             total += values * tl.load(root + first + columns, mask=in_row, other=0.0).to(tl.float32)
-        if PRECISE > 0:  # noqa: SIM102  (a constant)
-            if (b >= first_precise) & (length <= PRECISE):
+        if PRECISE:  # noqa: SIM102  (a constant)
+            if b >= first_precise:
                 row = row_of(offset_rest, prefix_b - words_before, b - first_precise, length, 0)
                 row -= words - words_before
                 for first in range(0, n, BLOCK):
@@ -272,7 +271,7 @@ def top_kernel(
             for first in range(0, p, BLOCK):
                 in_row = first + columns < p
                 values = tl.load(leaves + prefix_b * p + first + columns, mask=in_row, other=0.0).to(tl.float32)
-                if PRECISE > 0:  # noqa: SIM102  (a constant)
+                if PRECISE:  # noqa: SIM102  (a constant)
                     if b >= first_precise:
                         at = (prefix_b - words_before) * p + first + columns
                         values += tl.load(leaves_rest + at, mask=in_row, other=0.0).to(tl.float32)

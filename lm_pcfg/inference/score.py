@@ -37,7 +37,7 @@ class TextScore:
     skipped: int = 0
     blank: int = 0
     unknown_words: int = 0
-    statistics: Statistics = field(default_factory=Statistics)
+    statistics: Statistics = field(default_factory=Statistics)  # of all grammars of a mixture together
 
     @property
     def total(self) -> CorpusScore:

@@ -79,7 +79,8 @@ def main(
             raise UserError(problem)
     results = Results(FIELDS, table, plot, draw)
     with _settings(config, overrides) as settings:
-        print(f"{'N':>6} {'batch':>5} " + " ".join(f"{part:>9}" for part in (*PARTS, "step ms", "words/s", "GiB")))
+        heads = (*PARTS, "step ms", "words/s", "GiB", "again")
+        print(f"{'N':>6} {'batch':>5} " + " ".join(f"{head:>9}" for head in heads))
         for row in bench_steps(settings, nonterminals, sentences, steps):
             results.add(row)
             print(_line(row), flush=True)
@@ -87,7 +88,7 @@ def main(
 
 def _line(row: Row) -> str:
     start = f"{row['nonterminals']:>6} {row['sentences']:>5} "
-    columns = (*(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "peak_gib")
+    columns = (*(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "peak_gib", "recomputed")
     return start + (str(row["note"]) or " ".join(f"{row[column]!s:>9}" for column in columns))
 
 
