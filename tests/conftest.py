@@ -15,6 +15,15 @@ settings.register_profile("fuzz", deadline=None, print_blob=True)
 settings.load_profile("same")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The longest of all tests begins first, beside the others."""
+    for item in session.items:
+        if item.name == "test_in_the_interpreter" and not session.config.option.collectonly:
+            module = item.module  # type: ignore[attr-defined]
+            if not (module.GPU or module.INTERPRETED):
+                module.start_in_the_interpreter()
+
+
 @pytest.fixture(autouse=True)
 def denormals_as_they_were() -> Iterator[None]:
     """A training in this process makes numbers below 1e-38 zero from then on; the next test shall not depend on it."""
