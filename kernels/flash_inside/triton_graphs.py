@@ -37,8 +37,8 @@ LARGEST_N_OF_COPIED_RULES = 4096
 #: Beyond this many nonterminals, no graph for a chart of more rows than that: the products hide the launches, and an
 #: arena would cost memory while the gradients are computed.
 LARGEST_N_OF_LARGE_CHARTS, MOST_ROWS_BEYOND = 4096, 4096
-#: A graph keeps what rounding left of all its sentences or of none: beyond the first, no graph for batches of longer
-#: sentences that have a short one among them.
+#: A graph keeps what rounding left of all its sentences or of none: beyond LARGEST_LAUNCH_BOUND_N, no graph for a
+#: batch that has a short sentence and one of more words than these.
 MOST_WORDS_OF_PRECISE = 24
 MOST_GRAPHS = 64
 GROWTH = 1 << 28  # bytes of arena: larger and larger batches make it grow, not each of them
