@@ -63,6 +63,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
         (extremes, "--backend reference --precision bf16", "--backend reference computes in fp32 here, not in bf16"),
         (extremes, "--backend reference --precision tf32", "--backend reference computes in fp32 here, not in tf32"),
         (extremes, "--longest 1", "'1' should be a whole number, at least 2"),
+        (extremes, "--shortest 9 --longest 8", "--shortest 9 is more than --longest 8"),
         (extremes, "--nonterminals -3", "'-3' should be a whole number, at least 1"),
     ],
 )

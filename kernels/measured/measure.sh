@@ -32,7 +32,7 @@ extremes() { check lm_pcfg bench extremes "$@"; }
 all() {
   nvidia-smi --query-gpu=name,clocks.sm,power.draw --format=csv,noheader
   bench inside --methods triton --seconds 0.5 --csv "$folder/inside.csv" --grid \
-    512x20x16,512x40x16,2048x40x16,4096x40x16,8192x20x16,8192x40x16,8192x25x64,8192xptbx16,8192x22x16,32768x20x16
+    512x20x16,512x40x16,2048x40x16,4096x40x16,8192x20x16,8192x40x16,8192x25x64,8192xptbx16,8192x22x16,4096x10x16,4096x16x16,32768x20x16
   bench viterbi
   bench emission
   bench step --config configs/search/base/ptb_4096.yaml --nonterminals 2048,4096,8192 --steps 300 \
@@ -56,6 +56,11 @@ all() {
   for size in "4 320 5" "4 512 5" "4 4096 5" "6 320 7" "8 512 4" "12 512 10" "12 2048 10" "16 320 5" "24 320 7"; do
     read -r longest nonterminals deviation <<<"$size"  # short sentences, the hardest for bf16
     extremes --batches 20 --longest "$longest" --deviation "$deviation" --nonterminals "$nonterminals" --precision bf16
+  done
+  for nonterminals in 320 512 1024 2048; do  # ... and without any: one short sentence makes its whole batch precise up to N 1024
+    for deviation in 5 7 10; do
+      extremes --batches 10 --shortest 17 --longest 80 --deviation $deviation --nonterminals $nonterminals --precision bf16
+    done
   done
   for number in "${!checks[@]}"; do
     wait "${checks[number]}" || { echo "FAILED, status $?" >>"$logs/$number" && failed=$((failed + 1)); }

@@ -2,10 +2,10 @@
 
     python -m flash_inside.benchmarks.extremes --batches 10000 --deviation 30
 
-Every batch has a grammar of its own, logits of the given standard deviation, and sentences of 2 to --longest words.
-Log Z and all gradients, as expected counts, are compared with fp64 on the same tensors (for bf16: the same rounded
-rules); exit status 1 if anything is wrong. Left out are rules that are needed at a probability whose inverse no fp32
-number holds (their gradient is the largest).
+Every batch has a grammar of its own, logits of the given standard deviation, and sentences of --shortest (2) to
+--longest words. Log Z and all gradients, as expected counts, are compared with fp64 on the same tensors (for bf16: the
+same rounded rules); exit status 1 if anything is wrong. Left out are rules that are needed at a probability whose
+inverse no fp32 number holds (their gradient is the largest).
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--deviation", type=float, default=30.0, help="of the logits")
     parser.add_argument("--nonterminals", type=positive, default=64)
     parser.add_argument("--sentences", type=positive, default=16, help="of a batch")
+    parser.add_argument("--shortest", type=at_least_two, default=2, help="words of a sentence, at least")
     parser.add_argument("--longest", type=at_least_two, default=16, help="words of a sentence, at most")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     parser.add_argument("--backend", choices=flash_inside.BACKENDS, default="auto")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
+    if arguments.shortest > arguments.longest:
+        parser.error(f"--shortest {arguments.shortest} is more than --longest {arguments.longest}")
     device = find_device(parser, arguments.device, arguments.backend)
     if arguments.backend == "reference" and arguments.precision != "fp32":
         parser.error(f"--backend reference computes in fp32 here, not in {arguments.precision}")
@@ -63,8 +66,8 @@ def main(argv: list[str] | None = None) -> int:
             shown = time.perf_counter()
             print(f"{number} batches, {wrong} wrong, {not_finite} not finite", file=sys.stderr, flush=True)
     print(
-        f"{arguments.batches} batches of {arguments.sentences}, up to {arguments.longest} words, N "
-        f"{arguments.nonterminals}, deviation {arguments.deviation:g}, {arguments.precision}: {wrong} wrong, "
+        f"{arguments.batches} batches of {arguments.sentences}, {arguments.shortest} to {arguments.longest} words, "
+        f"N {arguments.nonterminals}, deviation {arguments.deviation:g}, {arguments.precision}: {wrong} wrong, "
         f"{not_finite} not finite, {statistics.recomputed} of {statistics.sentences} sentences recomputed, "
         f"{impossible} impossible; worst error {worst[0]:.1e} of log Z, {worst[1]:.1e} of the counts"
     )
@@ -75,7 +78,8 @@ def _batch(
     arguments: argparse.Namespace, device: torch.device, generator: torch.Generator
 ) -> tuple[list[Tensor], list[int]]:
     n, count = arguments.nonterminals, arguments.sentences
-    lengths = torch.randint(2, arguments.longest + 1, (count,), generator=generator, device=device).tolist()
+    most = arguments.longest + 1
+    lengths = torch.randint(arguments.shortest, most, (count,), generator=generator, device=device).tolist()
 
     def logits(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device) * arguments.deviation
