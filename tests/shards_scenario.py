@@ -31,6 +31,7 @@ def main(config: Path, out: Path, overrides: list[str]) -> None:
     # Replayed work would not be counted.
     settings = load_settings(config, [accumulate, "networks.cuda_graphs=false", *overrides])
     trainer = Trainer(settings, Engine(settings), None)
+    trainer.engine.close_at_exit()
     losses = []
     for _ in range(STEPS):
         before = trainer.position.window.nll

@@ -232,6 +232,17 @@ def test_words_of_a_preterminal_sum_to_one_in_every_precision(precision):
     torch.testing.assert_close(totals, torch.zeros(P), rtol=0, atol=1e-4)
 
 
+def test_columns_are_computed_for_distinct_words_alone(monkeypatch):
+    emission = make_model()().emission
+    sizes = []
+    multiply = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: sizes.append(len(a)) or multiply(a, b))
+    columns = emission.log_probabilities(torch.tensor([4, 1, 4, 4, 1]))
+    assert columns.shape == (5, P)
+    assert sizes == [2]
+    assert torch.equal(columns[0], columns[2])
+
+
 def test_no_data_on_a_rank_gives_zero_gradients_and_not_none():
     model = make_model()
     grammar = model()

@@ -14,16 +14,16 @@ from texts import write_config
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("device", "inside", "networks", "tolerance"),
+    ("device", "inside", "networks", "rate", "tolerance"),
     [
-        ("cpu", "fp32", "fp32", 1e-4),
-        pytest.param("cuda", "fp32", "fp32", 1e-4, marks=pytest.mark.gpu),
+        ("cpu", "fp32", "fp32", 2e-3, 1e-4),
+        pytest.param("cuda", "fp32", "fp32", 2e-4, 1e-4, marks=pytest.mark.gpu),
         # Sums of 16 sentences and of 4 times 4 round differently, and Adam's first steps, of which only the sign of the
         # gradient is left, make that grow: 1.5e-4 at the 20th step on an H200, where the loss has fallen by a third.
-        pytest.param("cuda", "bf16", "tf32", 1e-3, marks=pytest.mark.gpu),
+        pytest.param("cuda", "bf16", "tf32", 2e-4, 1e-3, marks=pytest.mark.gpu),
     ],
 )
-def test_four_ranks_share_the_emission_and_train_as_one_does(tmp_path, device, inside, networks, tolerance):
+def test_four_ranks_share_the_emission_and_train_as_one_does(tmp_path, device, inside, networks, rate, tolerance):
     on_gpu = device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         pytest.skip("no GPU")
@@ -34,14 +34,14 @@ def test_four_ranks_share_the_emission_and_train_as_one_does(tmp_path, device, i
     config = write_config(
         tmp_path, device=device, model=model, batch={"sentences": 4}, engine={"backend": "gloo"},
         inside={"precision": inside}, networks={"precision": networks},
-        optimizer={"learning_rate": 2e-4},  # rounding errors grow with the steps
+        optimizer={"learning_rate": rate},  # on a GPU rounding errors grow with the steps
     )  # fmt: skip
     visible = {"CUDA_VISIBLE_DEVICES": "0"} if on_gpu else {}
     results = {}
     for ranks in (1, 4):
         out = tmp_path / f"{ranks}.json"
-        run_ranks(ranks, [str(ROOT / "tests" / "shards_scenario.py"), str(config), str(out), "emission.shards=auto"],
-                  **visible)  # fmt: skip
+        shards = f"emission.shards={ranks}"
+        run_ranks(ranks, [str(ROOT / "tests" / "shards_scenario.py"), str(config), str(out), shards], **visible)
         results[ranks] = json.loads(out.read_text())
         assert results[ranks]["device"].startswith(device)
     one, four = results[1], results[4]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flash_inside.softmax import child_probabilities, log_normalizers
+from flash_inside.softmax import child_probabilities, children, log_normalizers, normalizers, rounded
 
 P, V, D = 37, 101, 8
 
@@ -78,6 +80,44 @@ def test_the_matrix_of_states_and_words_is_never_made():
     with LargestTensor() as seen:
         log_normalizers(features, embeddings, largest_block=20 * 304).sum().backward()
     assert seen.elements == 20 * 304  # of 120,000; 304: rows of logits are whole lines
+
+
+def test_one_block_of_logits_exists_at_a_time(monkeypatch):
+    """Forward and backward, of normalisers and of children."""
+    made: list[weakref.ref] = []
+    most = 0
+
+    def noting(function):
+        def wrapper(*arguments, **named):
+            nonlocal most
+            result = function(*arguments, **named)
+            if result.numel() in (20 * 304, 20 * 300):
+                made.append(weakref.ref(result))
+            most = max(most, sum(block() is not None for block in made))
+            return result
+
+        return wrapper
+
+    monkeypatch.setattr(normalizers, "multiply", noting(normalizers.multiply))
+    monkeypatch.setattr(children, "multiply", noting(children.multiply))
+    log_normalizers(*tables(400, 300, dtype=torch.float32), largest_block=20 * 304).sum().backward()
+    assert (len(made), most) == (40, 1)
+    made.clear()
+    monkeypatch.setattr(torch, "empty", noting(torch.empty))
+    with LargestTensor() as seen:
+        outputs = child_probabilities(*tables(400, 300, 300, dtype=torch.float32), torch.bfloat16, "fp32", 20 * 300)
+        torch.autograd.backward(outputs[2:], [torch.ones(()).expand(400, 300)] * 2)
+    assert (len(made), most) == (80, 1)
+    assert seen.elements == 2 * 400 * 300  # the probabilities
+
+
+def test_rounding_leaves_gradients_as_they_are():
+    (table,) = tables(7, dtype=torch.float32)
+    gradient = torch.randn(7, D, generator=torch.Generator().manual_seed(0))
+    values = rounded(table, "bf16")
+    assert torch.equal(values, table.bfloat16().float())
+    assert torch.equal(torch.autograd.grad(values, table, gradient)[0], gradient)
+    assert rounded(table, "tf32") is table
 
 
 def test_no_rows_at_all():

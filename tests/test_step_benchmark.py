@@ -40,6 +40,14 @@ def test_one_row_for_every_size(tmp_path, capsys):
     assert plot.read_text().count("<rect") == 1 + 5 + 5 * len(rows)  # background, legend, bars
 
 
+def test_a_batch_that_the_text_cannot_fill_is_not_measured(tmp_path, capsys):
+    text, config = tmp_path / "text", tmp_path / "c.yaml"
+    text.write_text("a b c\n" * 5)
+    config.write_text(CONFIG.replace("TEXT", str(text)))
+    step_benchmark.main(config, [], [2], [6], 1, None, None)
+    assert "the text has no batch of more than 5 sentences" in capsys.readouterr().out
+
+
 def test_what_cannot_be_done_is_found_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(step_benchmark, "bench_steps", lambda *_: pytest.fail("measured"))
     circle = tmp_path / "circle"  # nobody can write there, root neither
@@ -57,6 +65,9 @@ def test_what_cannot_be_done_is_found_first(tmp_path, monkeypatch, capsys):
     for key, said in (("model.preterminals", "twice the nonterminals"), ("batch.sentences", "use --sentences")):
         with pytest.raises(UserError, match=f"{key} would have no effect in bench step; .*{said}"):
             step_benchmark.main(None, [f"{key}=5"], [1], [1], 1, None, None)
+        section, _, name = key.partition(".")
+        with pytest.raises(UserError, match=f"{key} would have no effect"):
+            step_benchmark.main(None, [f"{section}={{{name}: 5}}"], [1], [1], 1, None, None)
     for text in ("0", "x", "4,", str(2**31)):
         with pytest.raises(typer.BadParameter, match="whole numbers from 1 to 2\\^30"):
             _numbers("--sentences", text)

@@ -34,7 +34,7 @@ all() {
   bench inside --methods triton --seconds 0.5 --csv "$folder/inside.csv" --grid \
     512x20x16,512x40x16,2048x40x16,4096x40x16,8192x20x16,8192x40x16,8192x25x64,8192xptbx16,8192x22x16,4096x10x16,4096x16x16,32768x20x16
   bench viterbi
-  bench emission
+  bench emission --csv "$folder/emission.csv"
   bench step --config configs/search/base/ptb_4096.yaml --nonterminals 2048,4096,8192 --steps 300 \
     --csv "$folder/step.csv" --plot "$folder/step.svg" model.state_dropout=0 tracking.mlflow=false
   bench step --config configs/search/base/ptb_4096.yaml --nonterminals 32768 --steps 3 \

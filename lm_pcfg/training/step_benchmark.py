@@ -22,6 +22,7 @@ import datetime
 import gc
 import importlib.metadata
 import platform
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,9 +72,11 @@ def main(
 ) -> None:
     """Print a line for every size as it is measured; write the CSV and the plot."""
     for override in overrides:
-        key = override.partition("=")[0].strip()
-        if key in DECIDED:
-            raise UserError(f"command line: {key} would have no effect in bench step; {DECIDED[key]}")
+        given, _, value = override.partition("=")
+        for key, what_to_do in DECIDED.items():
+            section, _, name = key.partition(".")
+            if given.strip() == key or (given.strip() == section and re.search(rf"\b{name}\b", value)):
+                raise UserError(f"command line: {key} would have no effect in bench step; {what_to_do}")
     for path in (table, plot):
         if path is not None and (problem := why_not_written(path)):  # before anything is measured
             raise UserError(problem)
@@ -133,8 +136,13 @@ def _timed(trainer: Trainer, steps: int) -> Row:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     # Lengths come again: after these steps, kernels and graphs are there.
+    most_sentences = 0
     for _ in range(max(steps, STEPS_BEFORE_CAPTURE + 2)):
-        trainer.step(trainer.stream.next_step())
+        batches = trainer.stream.next_step()
+        most_sentences = max(most_sentences, *(len(batch.lengths) for batch in batches))
+        trainer.step(batches)
+    if most_sentences < trainer.settings.batch.sentences:
+        return {"note": f"the text has no batch of more than {most_sentences} sentences"}
     _synchronize(device)
     words, began = 0, time.perf_counter()
     for _ in range(steps):

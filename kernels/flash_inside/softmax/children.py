@@ -93,6 +93,7 @@ class _ChildProbabilities(torch.autograd.Function):
                     rows.softmax_gradient(probabilities[block], gradient[block].contiguous(), d_logits)
                     of_parents[block] = multiply(d_logits, b, wide)
                     d_table = add(multiply(d_logits.T, a[block], wide), d_table)
+                    del d_logits  # before the next block is made
                 d_children.append(torch.zeros_like(children) if d_table is None else d_table)
                 d_parents = add(of_parents, d_parents)
         return d_parents, *d_children, None, None, None

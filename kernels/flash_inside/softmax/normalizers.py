@@ -53,5 +53,6 @@ class _LogNormalizers(torch.autograd.Function):
                 del logits
                 d_features[block] = multiply(d_logits, b, wide)
                 d_embeddings = add(multiply(d_logits.T, a[block], wide), d_embeddings)
+                del d_logits  # before the next block is made
         d_embeddings = torch.zeros_like(embeddings) if d_embeddings is None else d_embeddings[:words]
         return d_features, d_embeddings, None, None

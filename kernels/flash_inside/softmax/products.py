@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +26,30 @@ def product_precision(precision: str) -> AbstractContextManager[None]:
     return matmul_precision("tf32" if precision == "bf16" else precision)
 
 
+def _is_narrowed(table: Tensor, precision: str) -> bool:
+    return precision == "bf16" and table.dtype == torch.float32
+
+
 def operand(table: Tensor, precision: str) -> Tensor:
     """The table as a factor of large products: in bf16 if asked for, else as it is (fp64 stays fp64)."""
-    return table.to(torch.bfloat16) if precision == "bf16" and table.dtype == torch.float32 else table
+    return table.to(torch.bfloat16) if _is_narrowed(table, precision) else table
 
 
 def rounded(table: Tensor, precision: str) -> Tensor:
     """The values of `operand` in the type of the table: products of them equal those of the operands."""
-    return operand(table, precision).to(table.dtype)
+    return _Rounded.apply(table) if _is_narrowed(table, precision) else table
+
+
+class _Rounded(torch.autograd.Function):
+    """To bf16 and back. Autograd's own derivative of that would round the gradient as well, batch by batch."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor) -> Tensor:
+        return table.to(torch.bfloat16).to(table.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def whole_lines(table: Tensor) -> Tensor:
