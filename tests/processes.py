@@ -117,7 +117,7 @@ def workers(launcher: int) -> list[int]:
             continue
         if len(command) > 2 and TRAIN.encode() in command[1:3]:
             rank = next((int(line[5:]) for line in variables if line.startswith(b"RANK=")), 0)
-            found[rank] = pid
+            found.setdefault(rank, pid)  # not a child that it has just forked, which still looks like it
     return [found[rank] for rank in sorted(found)]
 
 
