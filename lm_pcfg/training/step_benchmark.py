@@ -139,7 +139,7 @@ def _timed(trainer: Trainer, steps: int) -> Row:
     most_sentences = 0
     for _ in range(max(steps, STEPS_BEFORE_CAPTURE + 2)):
         batches = trainer.stream.next_step()
-        most_sentences = max(most_sentences, *(len(batch.lengths) for batch in batches))
+        most_sentences = max([most_sentences, *(len(batch.lengths) for batch in batches)])
         trainer.step(batches)
     if most_sentences < trainer.settings.batch.sentences:
         return {"note": f"the text has no batch of more than {most_sentences} sentences"}
