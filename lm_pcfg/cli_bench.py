@@ -57,14 +57,20 @@ def bench_step(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change: model.state_dropout=0.5"),
     ] = None,
-    nonterminals: Annotated[str, typer.Option(help="Grammars, by their nonterminals.")] = "512,2048,4096,8192",
+    nonterminals: Annotated[
+        str | None,
+        typer.Option(help="Grammars, by their nonterminals; default: 512,2048,4096,8192, or smaller without a GPU."),
+    ] = None,
     sentences: Annotated[str, typer.Option(help="Batch sizes.")] = "16",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each measurement.")] = 100,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of each measurement; default: 100, or 10 without a GPU.")
+    ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write an SVG here.")] = None,
 ) -> None:
     """Time a training step and its parts over a grid of grammars and batch sizes."""
-    grid = _numbers("--nonterminals", nonterminals), _numbers("--sentences", sentences)
+    sizes = None if nonterminals is None else _numbers("--nonterminals", nonterminals)
+    grid = sizes, _numbers("--sentences", sentences)
     from lm_pcfg.training import step_benchmark
 
     step_benchmark.main(config, overrides or [], *grid, steps, csv, plot)

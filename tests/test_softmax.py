@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +120,34 @@ def test_rounding_leaves_gradients_as_they_are():
     assert torch.equal(values, table.bfloat16().float())
     assert torch.equal(torch.autograd.grad(values, table, gradient)[0], gradient)
     assert rounded(table, "tf32") is table
+
+
+@pytest.mark.parametrize("narrow", [0, 1])
+def test_narrow_tables_are_refused(narrow):
+    two = list(tables(3, 4, dtype=torch.float32))
+    two[narrow] = two[narrow].bfloat16()
+    with pytest.raises(ValueError, match=r"should be float32 or float64, not torch\.bfloat16"):
+        log_normalizers(*two)
+    with pytest.raises(ValueError, match="should be float32 or float64"):
+        child_probabilities(two[0], two[1], two[1])
+
+
+def test_a_gpu_without_triton_is_served_by_pytorch(monkeypatch):
+    """As `inside` does, with one warning. TRITON_INTERPRET stands for the GPU: it asks the same question."""
+    from flash_inside import interface, triton_installed
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(triton_installed.importlib.util, "find_spec", lambda name: None)
+    triton_installed.triton_installed.cache_clear()
+    try:
+        features, embeddings = tables(3, 4, dtype=torch.float32)
+        with pytest.warns(UserWarning, match="triton is not installed"):
+            ours = log_normalizers(features, embeddings)
+        with warnings.catch_warnings(action="error"):  # said once
+            assert interface._choose("auto", SimpleNamespace(is_cuda=True), "fp32") == "torch"
+        assert torch.allclose(ours, (features @ embeddings.T).logsumexp(1))
+    finally:
+        triton_installed.triton_installed.cache_clear()
 
 
 def test_no_rows_at_all():

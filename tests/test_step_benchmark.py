@@ -34,10 +34,42 @@ def test_one_row_for_every_size(tmp_path, capsys):
         assert float(row["state_dropout"]) == 0.5
         assert all(float(row[f"{part}_ms"]) > 0 for part in step_benchmark.PARTS)
         assert float(row["words_per_second"]) > 0
+        assert float(row["peak_gib"]) > 0
         assert row["note"] == ""
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 1 + len(rows)
     assert plot.read_text().count("<rect") == 1 + 5 + 5 * len(rows)  # background, legend, bars
+
+
+def test_a_grammar_that_does_not_fit_into_memory_gets_a_note(tmp_path, monkeypatch, capsys):
+    text, config = tmp_path / "text", tmp_path / "c.yaml"
+    text.write_text("a b c\n" * 5)
+    config.write_text(CONFIG.replace("TEXT", str(text)))
+    timed = step_benchmark._timed
+
+    def too_large_for_four(trainer, steps):
+        if trainer.settings.model.nonterminals == 4:  # as PyTorch says it of the host's memory
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+        return timed(trainer, steps)
+
+    monkeypatch.setattr(step_benchmark, "_timed", too_large_for_four)
+    step_benchmark.main(config, [], [4, 2], [2], 1, None, None)
+    _, large, small = capsys.readouterr().out.splitlines()
+    assert large.split() == ["4", "2", "out", "of", "memory"]
+    assert len(small.split()) == 11
+    monkeypatch.setattr(step_benchmark, "_timed", lambda *_: (_ for _ in ()).throw(RuntimeError("something else")))
+    with pytest.raises(RuntimeError, match="something else"):
+        step_benchmark.main(config, [], [4], [2], 1, None, None)
+
+
+def test_without_a_gpu_the_default_is_small(monkeypatch, capsys):
+    measured = []
+    monkeypatch.setattr(step_benchmark, "bench_steps", lambda _, *grid: measured.append(grid) or [])
+    for on_gpu, expected in ((False, ([64, 128, 256], [16], 10)), (True, ([512, 2048, 4096, 8192], [16], 100))):
+        monkeypatch.setattr(step_benchmark.torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        step_benchmark.main(None, [], None, [16], None, None, None)
+        assert measured.pop() == expected
+        assert ("without a GPU" in capsys.readouterr().err) is not on_gpu
 
 
 def test_a_batch_that_the_text_cannot_fill_is_not_measured(tmp_path, capsys):
@@ -62,6 +94,8 @@ def test_what_cannot_be_done_is_found_first(tmp_path, monkeypatch, capsys):
         for table, plot in ((file, None), (None, file)):
             with pytest.raises(UserError, match=re.escape(said)):
                 step_benchmark.main(None, [], [1], [1], 1, table, plot)
+    with pytest.raises(UserError, match="is named for two things"):
+        step_benchmark.main(None, [], [1], [1], 1, tmp_path / "same", tmp_path / "same")
     for key, said in (("model.preterminals", "twice the nonterminals"), ("batch.sentences", "use --sentences")):
         with pytest.raises(UserError, match=f"{key} would have no effect in bench step; .*{said}"):
             step_benchmark.main(None, [f"{key}=5"], [1], [1], 1, None, None)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from torch import Tensor
 from flash_inside import reference, scaled, trees
 from flash_inside.packing import Layout
 from flash_inside.rules import Rules, check_inputs, connection, upcast
+from flash_inside.triton_installed import triton_installed
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 PRECISIONS = tuple(scaled.PRECISIONS)
@@ -261,7 +260,7 @@ def _check(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int], pre
 def _choose(backend: str, emissions: Tensor, precision: str) -> str:
     """What "auto" stands for; refuse "triton" where it cannot run."""
     if backend == "auto":
-        return "triton" if emissions.is_cuda and precision != "fp64" and _triton_installed() else "torch"
+        return "triton" if emissions.is_cuda and precision != "fp64" and triton_installed() else "torch"
     if backend == "triton":
         if precision == "fp64":
             raise ValueError("the triton backend computes in fp32, tf32 or bf16, not fp64")
@@ -270,15 +269,6 @@ def _choose(backend: str, emissions: Tensor, precision: str) -> str:
         if not emissions.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(f"backend 'triton' needs CUDA tensors, not {emissions.device.type}")
     return backend
-
-
-@cache
-def _triton_installed() -> bool:
-    """Asked once, so that the warning comes once."""
-    installed = importlib.util.find_spec("triton") is not None
-    if not installed:
-        warnings.warn("triton is not installed: CUDA tensors use the slower torch backend", stacklevel=4)
-    return installed
 
 
 def rules_type(precision: str, nonterminals: int) -> torch.dtype | None:

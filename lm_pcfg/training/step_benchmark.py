@@ -12,6 +12,8 @@ end of every part:
 A sentence that left the range of the number format is computed again, which takes long: `recomputed` of the first
 measurement, warm-up included, are such.
 
+Peak memory is that of the GPU's tensors; without a GPU, of the whole process (Linux only).
+
 There are twice as many preterminals as nonterminals, and a step is one batch of so many sentences, whatever the config
 says.
 """
@@ -33,9 +35,9 @@ import numpy as np
 import torch
 
 from flash_inside import free_memory
-from flash_inside.benchmarks.arguments import why_not_written
+from flash_inside.benchmarks.arguments import default_grid, why_not_all_written
 from flash_inside.benchmarks.lengths import ptb_lengths
-from flash_inside.benchmarks.results import Results, Row
+from flash_inside.benchmarks.results import Results, Row, out_of_memory
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import load_settings
@@ -50,6 +52,8 @@ FIELDS = (
     *(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "words_per_step", "peak_gib", "recomputed",
     "vocabulary", "data", "device", "torch", "date", "note",
 )  # fmt: skip
+#: Nonterminals that are measured by default.
+GRID, GRID_WITHOUT_GPU = "512,2048,4096,8192", "64,128,256"
 #: Settings that the grid decides, and how to.
 DECIDED = {
     "model.nonterminals": "use --nonterminals",
@@ -64,22 +68,29 @@ DECIDED = {
 def main(
     config: Path | None,
     overrides: list[str],
-    nonterminals: list[int],
+    nonterminals: list[int] | None,
     sentences: list[int],
-    steps: int,
+    steps: int | None,
     table: Path | None,
     plot: Path | None,
 ) -> None:
-    """Print a line for every size as it is measured; write the CSV and the plot."""
+    """Print a line for every size as it is measured; write the CSV and the plot.
+
+    nonterminals, steps  None: what a GPU does in a minute or two, or less without one
+    """
     for override in overrides:
         given, _, value = override.partition("=")
         for key, what_to_do in DECIDED.items():
             section, _, name = key.partition(".")
             if given.strip() == key or (given.strip() == section and re.search(rf"\b{name}\b", value)):
                 raise UserError(f"command line: {key} would have no effect in bench step; {what_to_do}")
-    for path in (table, plot):
-        if path is not None and (problem := why_not_written(path)):  # before anything is measured
-            raise UserError(problem)
+    if problem := why_not_all_written((table, plot)):  # before anything is measured
+        raise UserError(problem)
+    on_gpu = torch.cuda.is_available()
+    steps = steps or (100 if on_gpu else 10)
+    if nonterminals is None:
+        grid = default_grid(on_gpu, "--nonterminals", GRID, GRID_WITHOUT_GPU)
+        nonterminals = [int(n) for n in grid.split(",")]
     results = Results(FIELDS, table, plot, draw)
     with _settings(config, overrides) as settings:
         heads = (*PARTS, "step ms", "words/s", "GiB", "again")
@@ -92,7 +103,7 @@ def main(
 def _line(row: Row) -> str:
     start = f"{row['nonterminals']:>6} {row['sentences']:>5} "
     columns = (*(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "peak_gib", "recomputed")
-    return start + (str(row["note"]) or " ".join(f"{row[column]!s:>9}" for column in columns))
+    return start + (str(row["note"]) or " ".join(f"{str(row[column]) or '-':>9}" for column in columns))
 
 
 def bench_steps(settings: Settings, nonterminals: list[int], sentences: list[int], steps: int) -> Iterator[Row]:
@@ -120,7 +131,9 @@ def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
     }  # fmt: skip
     try:
         row |= _timed(Trainer(settings, engine, None), steps)
-    except (torch.OutOfMemoryError, MemoryError):
+    except (RuntimeError, MemoryError) as problem:
+        if not out_of_memory(problem):
+            raise
         row["note"] = "out of memory"
     finally:  # Accelerate keeps what it has prepared, and the next size is to be measured alone
         engine.accelerator.free_memory()
@@ -133,8 +146,7 @@ def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
 
 def _timed(trainer: Trainer, steps: int) -> Row:
     device = trainer.engine.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    _reset_peak_memory(device)
     # Lengths come again: after these steps, kernels and graphs are there.
     most_sentences = 0
     for _ in range(max(steps, STEPS_BEFORE_CAPTURE + 2)):
@@ -156,9 +168,7 @@ def _timed(trainer: Trainer, steps: int) -> Row:
     if trainer.position.skipped:
         return {"note": f"{trainer.position.skipped} updates were not finite"}
 
-    peak: Row = {}
-    if device.type == "cuda":
-        peak["peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
+    peak: Row = {"peak_gib": _peak_memory(device)}
     clock = StepClock(device)
     trainer.stop_capturing()  # a CUDA graph has no parts
     trainer.computation = trainer.computation._replace(mark=clock.part_ended)
@@ -176,6 +186,24 @@ def _timed(trainer: Trainer, steps: int) -> Row:
         "recomputed": recomputed,
         "vocabulary": len(trainer.corpora.vocabulary),
     }  # fmt: skip
+
+
+def _reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif _OWN_STATUS.exists():
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_memory(device: torch.device) -> float | str:
+    """GiB; "" where it cannot be asked for."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
+    kib = re.search(r"VmHWM:\s*(\d+) kB", _OWN_STATUS.read_text()) if _OWN_STATUS.exists() else None
+    return round(int(kib[1]) / 2**20, 3) if kib else ""
+
+
+_OWN_STATUS = Path("/proc/self/status")
 
 
 class StepClock:

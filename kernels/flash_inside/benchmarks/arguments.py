@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,14 +38,27 @@ def find_device(parser: argparse.ArgumentParser, name: str | None, backend: str 
     return torch.device(name)
 
 
-def check_files(parser: argparse.ArgumentParser, files: list[Path | None]) -> None:
+def default_grid(on_gpu: bool, option: str, large: str, small: str) -> str:
+    """What a GPU does in minutes takes a CPU hours: without one the default is smaller, and says so."""
+    if not on_gpu:
+        print(f"without a GPU by default {option} {small} instead of {large}", file=sys.stderr, flush=True)
+    return large if on_gpu else small
+
+
+def check_files(parser: argparse.ArgumentParser, files: Sequence[Path | None]) -> None:
     """That they can be written; what they hold stays."""
-    for path in files:
-        if path is not None and (problem := why_not_written(path)):
-            parser.error(problem)
+    if problem := why_not_all_written(files):
+        parser.error(problem)
 
 
-def why_not_written(path: Path) -> str | None:
+def why_not_all_written(files: Sequence[Path | None]) -> str | None:
+    named = [path for path in files if path is not None]
+    if len({path.absolute() for path in named}) < len(named):
+        return f"{named[0]} is named for two things; name two files"
+    return next(filter(None, map(_why_not_written, named)), None)
+
+
+def _why_not_written(path: Path) -> str | None:
     """What keeps a file from being written, in one line; nothing is left behind by the attempt."""
     try:
         if not path.parent.is_dir():

@@ -37,13 +37,14 @@ from torch import Tensor
 import flash_inside
 from flash_inside.benchmarks import accuracy, baselines, table1
 from flash_inside.benchmarks.accuracy import TOLERANCE
-from flash_inside.benchmarks.arguments import check_files, find_device
+from flash_inside.benchmarks.arguments import check_files, default_grid, find_device
 from flash_inside.benchmarks.lengths import ptb_lengths
 from flash_inside.benchmarks.plot import draw
-from flash_inside.benchmarks.results import Results, Row, read_rows
+from flash_inside.benchmarks.results import Results, Row, out_of_memory, read_rows
 from flash_inside.rules import Rules
 
 GRID = "512x20x16,512x40x16,2048x40x16,4096x40x16,8192x20x16,8192x40x16,8192x25x64"
+GRID_WITHOUT_GPU = "64x20x16,128x20x16"
 METHODS = ("triton", "torch", "log-einsum-exp", "log-sum-exp")
 FIELDS = (
     "method", "nonterminals", "words", "sentences", "precision", "p20_ms", "p50_ms", "p80_ms", "peak_gib",
@@ -103,7 +104,9 @@ def _measured(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench inside", description="time the inside algorithm")
-    parser.add_argument("--grid", type=parse_grid, help=f"sizes NxWORDSxSENTENCES (default {GRID})")
+    parser.add_argument(
+        "--grid", type=parse_grid, help=f"sizes NxWORDSxSENTENCES (default {GRID}; without a GPU {GRID_WITHOUT_GPU})"
+    )
     parser.add_argument("--table1", action="store_true", help=f"the paper's table 1 (default grid {table1.GRID})")
     parser.add_argument("--methods", type=_methods, default=list(METHODS), help=f"default {','.join(METHODS)}")
     parser.add_argument("--precision", choices=tuple(TOLERANCE), default="bf16", help="of triton and torch")
@@ -115,7 +118,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     arguments.device = find_device(parser, arguments.device)
     check_files(parser, [arguments.csv, arguments.plot])
-    arguments.grid = arguments.grid or parse_grid(table1.GRID if arguments.table1 else GRID)
+    if arguments.grid is None:
+        large = table1.GRID if arguments.table1 else GRID
+        can_be_large = arguments.device.type == "cuda" or arguments.from_csv is not None
+        arguments.grid = parse_grid(default_grid(can_be_large, "--grid", large, GRID_WITHOUT_GPU))
     return arguments
 
 
@@ -223,8 +229,7 @@ def _measure(method: str, size: Size, precision: str, device: torch.device, seco
             return row | {"note": "WRONG"}
         times, peaks = _times(method, size, precision, device, seconds)
     except RuntimeError as problem:
-        of_a_cpu = "you tried to allocate" in str(problem)
-        if not (of_a_cpu or isinstance(problem, torch.cuda.OutOfMemoryError)):
+        if not out_of_memory(problem):
             raise
         return row | {"note": "out of memory"}
     except ValueError as problem:  # a method that does not run here, in one line

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flash_inside.benchmarks.arguments import check_files, find_device
+from flash_inside.benchmarks.arguments import check_files, default_grid, find_device
 from flash_inside.benchmarks.inside import machine, milliseconds
 from flash_inside.benchmarks.results import Results
 from flash_inside.softmax import log_normalizers
 
-GRID = "16384x10000x512,65536x65536x512"
+GRID, GRID_WITHOUT_GPU = "16384x10000x512,65536x65536x512", "1024x10000x256"
 #: Error allowed before anything is timed: of the normalisers (absolute) and of the gradients (relative in norm).
 TOLERANCE = {"fp32": (1e-4, 1e-4), "tf32": (5e-2, 2e-2), "bf16": (2e-1, 5e-2)}
 FIELDS = (
@@ -44,13 +44,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench emission", description="time the emission's normalisers")
-    parser.add_argument("--grid", type=_grid, default=_grid(GRID), help=f"sizes PxVxD (default {GRID})")
+    parser.add_argument("--grid", type=_grid, help=f"sizes PxVxD (default {GRID}; without a GPU {GRID_WITHOUT_GPU})")
     parser.add_argument("--precision", choices=tuple(TOLERANCE), default="tf32")
     parser.add_argument("--seconds", type=float, default=1.0, help="time to spend on each measurement")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args(argv)
     arguments.device = find_device(parser, arguments.device)
+    if arguments.grid is None:
+        arguments.grid = _grid(default_grid(arguments.device.type == "cuda", "--grid", GRID, GRID_WITHOUT_GPU))
     check_files(parser, [arguments.csv])
     return arguments
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 Row = dict[str, Any]
 
 
@@ -30,6 +32,11 @@ class Results:
                 writer.writerows(self.rows)
         if self._plot:
             self._plot.write_text(self._draw(self.rows))
+
+
+def out_of_memory(problem: BaseException) -> bool:
+    """Of a GPU or of the host, for which PyTorch has no exception of its own."""
+    return isinstance(problem, MemoryError | torch.OutOfMemoryError) or "you tried to allocate" in str(problem)
 
 
 def read_rows(table: Path, fields: Sequence[str]) -> list[Row]:

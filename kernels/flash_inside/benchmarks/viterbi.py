@@ -14,25 +14,29 @@ import time
 import torch
 
 import flash_inside
-from flash_inside.benchmarks.arguments import find_device, positive
+from flash_inside.benchmarks.arguments import default_grid, find_device, positive
 from flash_inside.benchmarks.inside import Size, make_inputs, parse_grid
 from flash_inside.rules import Rules
 
-GRID = "4096x40x16"
+GRID, GRID_WITHOUT_GPU = "4096x40x16", "64x20x16"
 #: Of the log score, relative to max(|log score|, words): values are fp32.
 TOLERANCE = 1e-6
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench viterbi", description="time the best labelled binary trees")
-    parser.add_argument("--grid", type=parse_grid, default=parse_grid(GRID), help=f"sizes NxWORDSxSENTENCES ({GRID})")
+    parser.add_argument(
+        "--grid", type=parse_grid, help=f"sizes NxWORDSxSENTENCES ({GRID}; without a GPU {GRID_WITHOUT_GPU})"
+    )
     parser.add_argument("--backend", choices=flash_inside.BACKENDS, default="auto")
     parser.add_argument("--repeats", type=positive, default=5, help="passes that are timed")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     arguments = parser.parse_args(argv)
     device = find_device(parser, arguments.device, arguments.backend)
+    on_gpu = device.type == "cuda"
+    grid = arguments.grid or parse_grid(default_grid(on_gpu, "--grid", GRID, GRID_WITHOUT_GPU))
     wrong = False
-    for size in arguments.grid:
+    for size in grid:
         problem = _problem(size, device, arguments.backend)
         shown = problem or f"{_milliseconds(size, device, arguments.backend, arguments.repeats):.1f} ms"
         print("x".join(map(str, size)), shown, flush=True)

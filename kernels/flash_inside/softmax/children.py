@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_inside.softmax import rows
-from flash_inside.softmax.products import LARGEST_BLOCK, add, blocks, multiply, operand, product_precision
+from flash_inside.softmax.products import LARGEST_BLOCK, add, blocks, check_wide, multiply, operand, product_precision
 
 
 def child_probabilities(
@@ -34,6 +34,7 @@ def child_probabilities(
     """
     dtype = dtype or parents.dtype
     tables = (parents, left_children, right_children)
+    check_wide(*tables)
     left, right, *entrances = _ChildProbabilities.apply(*tables, dtype, precision, largest_block)
     return (left, right, *entrances) if entrances else (left, right, left, right)
 

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from flash_inside.softmax import rows
-from flash_inside.softmax.products import LARGEST_BLOCK, add, blocks, multiply, operand, product_precision, whole_lines
+from flash_inside.softmax.products import (
+    LARGEST_BLOCK,
+    add,
+    blocks,
+    check_wide,
+    multiply,
+    operand,
+    product_precision,
+    whole_lines,
+)
 
 
 def log_normalizers(
@@ -17,10 +26,11 @@ def log_normalizers(
     """log sum_v exp(features_p . embeddings_v): [P, d], [V, d] -> [P], differentiable once.
 
     precision      of the products of fp32 tables: "fp32" | "tf32" | "bf16"; fp64 tables are computed in fp64
-    largest_block  logits that exist at a time
+    largest_block  logits that exist at a time; PyTorch's own passes, where Triton's do not run, need as much again
 
     Arithmetic: 2PVd forward; 6PVd backward, of which 2PVd are the same logits again.
     """
+    check_wide(features, embeddings)
     return _LogNormalizers.apply(features, embeddings, precision, largest_block)
 
 

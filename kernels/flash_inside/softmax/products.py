@@ -26,6 +26,15 @@ def product_precision(precision: str) -> AbstractContextManager[None]:
     return matmul_precision("tf32" if precision == "bf16" else precision)
 
 
+def check_wide(*tables: Tensor) -> None:
+    """Logits have the type of the tables, and in a narrower one than fp32 they would be wrong by tenths."""
+    for table in tables:
+        if table.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"tables should be float32 or float64, not {table.dtype}; precision='bf16' multiplies in bf16"
+            )
+
+
 def _is_narrowed(table: Tensor, precision: str) -> bool:
     return precision == "bf16" and table.dtype == torch.float32
 

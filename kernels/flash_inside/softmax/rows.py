@@ -1,5 +1,7 @@
 """The passes over rows of logits or probabilities: one Triton kernel each on a GPU, PyTorch elsewhere.
 
+Without Triton PyTorch does them on a GPU too, slower; a warning says so.
+
 All are exact in the type of their input except for rounding; what they write may be narrower.
 """
 
@@ -10,12 +12,14 @@ import os
 import torch
 from torch import Tensor
 
+from flash_inside.triton_installed import triton_installed
+
 
 def _in_triton(tensor: Tensor) -> bool:
     """fp64 has no kernel: it is for checking."""
     if tensor.dtype == torch.float64:
         return False
-    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and triton_installed()
 
 
 def log_sum_exp(logits: Tensor, columns: int, out: Tensor) -> None:
