@@ -219,7 +219,8 @@ def report(
 def search(
     file: Annotated[Path, typer.Argument(help="YAML file with config, common and variants: configs/search/*.yaml.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change in every run.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change in every run but where a variant does."),
     ] = None,
     table_only: Annotated[bool, typer.Option("--table", help="Print what there is so far; train nothing.")] = False,
     only: Annotated[str | None, typer.Option(help="Train this variant alone.")] = None,

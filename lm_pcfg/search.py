@@ -10,7 +10,7 @@ The file names a config, what all runs change in it, and the variants:
 
 `control` has the common changes alone and comes first. Runs are in runs/NAME-OF-THE-FILE/; what is finished is not done
 again and what was stopped continues, so the same command may be given as often as it takes. Validation text alone is
-looked at.
+looked at. Changes on the command line are common ones: what a variant changes itself stays.
 
 Small grammars leave a GPU idle while the host launches; several at once, each in a process of its own, fill it.
 """
@@ -62,7 +62,7 @@ def settings_of(file: Path, overrides: list[str]) -> dict[str, Settings]:
     search = read_search(file)
     runs = {}
     for name, changes in {CONTROL: [], **search.variants}.items():
-        changed = [*search.common, *changes, *overrides]
+        changed = [*search.common, *overrides, *changes]  # what a variant is about stays
         try:
             folder = load_settings(file.parent / search.config, changed).runs_folder
             placed = [f"name={name}", f"runs_folder={folder}/{file.stem}", f"tracking.experiment={file.stem}"]
@@ -202,7 +202,7 @@ def table(file: Path, overrides: list[str], warn: Callable[[str], None]) -> str:
     ]
     for name, line in lines.items():
         ended = "" if line["finished"] else " (failed)" if (folders[name] / "FAILED").exists() else " (unfinished)"
-        changes = search.common if name == CONTROL else search.variants[name]
+        changes = [*search.common, *overrides] if name == CONTROL else search.variants[name]
         best = line["best_valid_ppl"]
         against = None if best is None or control is None or name == CONTROL else best - control
         cells = [

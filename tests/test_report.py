@@ -189,6 +189,15 @@ def test_runs_of_the_same_name_go_by_their_paths(tmp_path):
     assert [run.name for run in read_runs(folders, pytest.fail)] == list(map(str, folders))
 
 
+def test_what_is_no_run_is_passed_over(tmp_path):
+    run = write_run(tmp_path / "a", WHOLE)
+    (tmp_path / "search" / "b").mkdir(parents=True)
+    (tmp_path / "b.log").touch()
+    warned: list[str] = []
+    assert [of.name for of in read_runs([tmp_path / "search", run, tmp_path / "b.log"], warned.append)] == ["a"]
+    assert [line.split(" ", 1)[1] for line in warned] == ["is not a run folder: passed over"] * 2
+
+
 def test_mistakes(tmp_path):
     with pytest.raises(UserError, match="not a run folder"):
         read_runs([tmp_path], pytest.fail)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from lm_pcfg import cli
 from lm_pcfg.errors import UserError
+from lm_pcfg.search import settings_of
 from lm_pcfg.training import loop
 from processes import alive, descendants, kill, launched, wait_until
 from texts import write_config
@@ -45,6 +46,17 @@ def test_variants_are_trained_once_and_compared(file, monkeypatch):
     assert (file.parent / "runs" / "try" / "ema" / "FINISHED").exists()
     monkeypatch.setattr(loop, "train", lambda settings: pytest.fail("trained again"))
     assert search(file) == search(file, "--table") == table
+
+
+def test_changes_on_the_command_line_leave_a_variant_what_it_is_about(file):
+    overrides = ["model.nonterminals=4", "ema.decay=0.5", "training.max_steps=1"]
+    runs = settings_of(file, overrides)
+    assert {name: (of_run.model.nonterminals, of_run.ema.decay) for name, of_run in runs.items()} == {
+        "control": (4, 0.5), "ema": (4, 0.9), "wild": (4, 0.5)
+    }  # fmt: skip
+    _, _, control, ema, *_ = search(file, "--only", "control", *overrides).splitlines() + [""]
+    assert control.startswith("| control | `model.nonterminals=3` `model.nonterminals=4` `ema.decay=0.5` ")
+    assert ema == ""
 
 
 def test_a_stopped_search_continues_where_it_was(file, monkeypatch):

@@ -343,6 +343,11 @@ def test_the_time_of_an_update_read_late_is_counted(tmp_path, monkeypatch):
         assert line["train/seconds"] >= 0.05
 
 
+def test_the_last_steps_are_in_the_metrics_without_an_evaluation_too(tmp_path):
+    folder = run(tmp_path, "training.max_steps=5", "training.log_every=2", "data.valid=null")
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [2, 4, 5]
+
+
 def break_steps(monkeypatch, broken) -> None:
     """Make the log-likelihood of some calls (counted from 0) NaN, in training alone."""
     original, calls = Grammar.log_likelihood_unchecked, []

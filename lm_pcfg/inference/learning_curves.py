@@ -52,16 +52,28 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path], warn: Callable[[str], None]) -> list[Run]:
-    """Called by the names of their folders, or by whole paths where those are not all different."""
+    """Called by the names of their folders, or by whole paths where those are not all different.
+
+    `runs/*` also names what is no run, such as the folder of a search: that is passed over, if anything is left.
+    """
+    if any(map(_is_run, folders)):
+        for folder in folders:
+            if not _is_run(folder):
+                warn(f"{folder} is not a run folder: passed over")
+        folders = list(filter(_is_run, folders))
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     return [_read_run(folder, name, warn) for folder, name in zip(folders, names, strict=True)]
 
 
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() or (folder / "metrics.jsonl").is_file()
+
+
 def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
     config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
-    if not (config.is_file() or metrics.is_file()):
+    if not _is_run(folder):
         raise UserError(
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl; give one like runs/tiny"
         )

@@ -122,7 +122,7 @@ class Trainer(Steps):
                 last or is_due(settings.evaluation, position.step, self.stream, epoch, batch_of_epoch)
             )
             detail = ""
-            if position.step % settings.training.log_every == 0 or position.evaluation_pending:
+            if position.step % settings.training.log_every == 0 or position.evaluation_pending or last:
                 detail = self._log_window(epoch)
             bar.advance(1, detail)
             if position.evaluation_pending and not self._stop_agreed(stop):
