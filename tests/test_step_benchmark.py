@@ -62,6 +62,15 @@ def test_a_grammar_that_does_not_fit_into_memory_gets_a_note(tmp_path, monkeypat
         step_benchmark.main(config, [], [4], [2], 1, None, None)
 
 
+def test_memory_that_is_not_told_is_left_open(tmp_path, monkeypatch, capsys):
+    text, config = tmp_path / "text", tmp_path / "c.yaml"
+    text.write_text("a b c\n" * 5)
+    config.write_text(CONFIG.replace("TEXT", str(text)))
+    monkeypatch.setattr(step_benchmark, "PROCESS", tmp_path / "none")
+    step_benchmark.main(config, [], [2], [2], 1, None, None)
+    assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["-", "0"]
+
+
 def test_without_a_gpu_the_default_is_small(monkeypatch, capsys):
     measured = []
     monkeypatch.setattr(step_benchmark, "bench_steps", lambda _, *grid: measured.append(grid) or [])

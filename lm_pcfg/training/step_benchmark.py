@@ -12,7 +12,7 @@ end of every part:
 A sentence that left the range of the number format is computed again, which takes long: `recomputed` of the first
 measurement, warm-up included, are such.
 
-Peak memory is that of the GPU's tensors; without a GPU, of the whole process (Linux only).
+Peak memory is that of the GPU's tensors; without a GPU, of the whole process, where Linux tells ("-" elsewhere).
 
 There are twice as many preterminals as nonterminals, and a step is one batch of so many sentences, whatever the config
 says.
@@ -52,6 +52,8 @@ FIELDS = (
     *(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "words_per_step", "peak_gib", "recomputed",
     "vocabulary", "data", "device", "torch", "date", "note",
 )  # fmt: skip
+#: What Linux tells of this process.
+PROCESS = Path("/proc/self")
 #: Nonterminals that are measured by default.
 GRID, GRID_WITHOUT_GPU = "512,2048,4096,8192", "64,128,256"
 #: Settings that the grid decides, and how to.
@@ -146,7 +148,7 @@ def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
 
 def _timed(trainer: Trainer, steps: int) -> Row:
     device = trainer.engine.device
-    _reset_peak_memory(device)
+    peak_is_known = _reset_peak_memory(device)
     # Lengths come again: after these steps, kernels and graphs are there.
     most_sentences = 0
     for _ in range(max(steps, STEPS_BEFORE_CAPTURE + 2)):
@@ -168,7 +170,7 @@ def _timed(trainer: Trainer, steps: int) -> Row:
     if trainer.position.skipped:
         return {"note": f"{trainer.position.skipped} updates were not finite"}
 
-    peak: Row = {"peak_gib": _peak_memory(device)}
+    peak: Row = {"peak_gib": _peak_memory(device) if peak_is_known else ""}
     clock = StepClock(device)
     trainer.stop_capturing()  # a CUDA graph has no parts
     trainer.computation = trainer.computation._replace(mark=clock.part_ended)
@@ -188,22 +190,24 @@ def _timed(trainer: Trainer, steps: int) -> Row:
     }  # fmt: skip
 
 
-def _reset_peak_memory(device: torch.device) -> None:
+def _reset_peak_memory(device: torch.device) -> bool:
+    """Whether it could be done: a process may be kept from it, and only Linux has it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif _OWN_STATUS.exists():
-        Path("/proc/self/clear_refs").write_text("5")
+        return True
+    try:
+        (PROCESS / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def _peak_memory(device: torch.device) -> float | str:
-    """GiB; "" where it cannot be asked for."""
+    """GiB; "" where it is not told."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
-    kib = re.search(r"VmHWM:\s*(\d+) kB", _OWN_STATUS.read_text()) if _OWN_STATUS.exists() else None
+    kib = re.search(r"VmHWM:\s*(\d+) kB", (PROCESS / "status").read_text())
     return round(int(kib[1]) / 2**20, 3) if kib else ""
-
-
-_OWN_STATUS = Path("/proc/self/status")
 
 
 class StepClock:
