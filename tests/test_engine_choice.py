@@ -8,7 +8,7 @@ import torch
 from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training.collectives import Collectives, telling_lost_contact
-from lm_pcfg.training.engine import Engine
+from lm_pcfg.training.engine import Engine, _check_alike, _comparable
 from lm_pcfg.training.run_folder import choose_start
 from lm_pcfg.training.stop_signals import StopSignals
 from lm_pcfg.training.throughput import Throughput
@@ -45,6 +45,25 @@ def test_what_was_not_asked_for_is_refused(tmp_path, monkeypatch, overrides, var
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
         engine(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["seed=1"], "process 1 was started with seed=1, process 0 with seed=0; start all of them by the same command"),
+        (["emission.shards=2"], "emission.shards=2, process 0 with emission.shards=auto"),
+        (["model.state_dropout=0.5"], "model.state_dropout=0.5, process 0 with model.state_dropout=0.0"),
+        (["threads=7", "data.workers=2", "data.index_folder=elsewhere"], None),
+    ],
+)
+def test_processes_with_different_settings_are_refused(tmp_path, overrides, message):
+    config = write_config(tmp_path)
+    given = [_comparable(load_settings(config, changes).model_dump(mode="json")) for changes in ([], overrides)]
+    if message is None:
+        _check_alike(given)
+    else:
+        with pytest.raises(UserError, match=message):
+            _check_alike(given)
 
 
 def test_one_process_says_so(tmp_path):

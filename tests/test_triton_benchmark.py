@@ -150,6 +150,15 @@ def test_normalizers(tmp_path, capsys):
     assert all(float(row["p50_ms"]) > 0 and float(row["error"]) < 1e-4 for row in rows)
 
 
+def test_a_size_that_does_not_fit_leaves_the_others_alone(tmp_path, capsys):
+    table = tmp_path / "emission.csv"
+    arguments = ["--grid", f"{10**15}x10x8,40x30x8", "--precision", "fp32", "--seconds", "0", "--device", "cpu"]
+    assert normalizers.main([*arguments, "--csv", str(table)]) == 0
+    assert f"{10**15}x10x8 fp32 out of memory\n40x30x8 fp32 " in capsys.readouterr().out
+    with table.open() as file:
+        assert [row["note"] for row in csv.DictReader(file)] == ["out of memory", ""]
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

@@ -11,6 +11,7 @@ import os
 import socket
 from collections import Counter
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed
@@ -22,6 +23,9 @@ from lm_pcfg.processor import prepare_cpu
 from lm_pcfg.settings import Settings
 from lm_pcfg.training.collectives import Collectives
 from lm_pcfg.training.meeting import meet
+
+#: Settings that processes need not have in common.
+OF_A_HOST = ("device", "threads", "runs_folder", "data.train", "data.valid", "data.index_folder", "data.workers")
 
 
 class Engine(Collectives):
@@ -58,6 +62,8 @@ class Engine(Collectives):
         self.zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed else None
         self.patience = _patience(settings)
         self.together(lambda: self._check_given(settings))
+        given = self.gather(_comparable(settings.model_dump(mode="json")))
+        self.together(lambda: _check_alike(given))
         self.emission_shards = shard_count(settings.emission.shards, self.world_size)
 
     @property
@@ -123,6 +129,29 @@ def shard_count(asked: int | str, world_size: int) -> int:
             f"use auto or {'one of ' * (world_size > 1)}{', '.join(map(str, fitting))}"
         )
     return shards
+
+
+def _comparable(values: dict[str, Any], section: str = "") -> dict[str, Any]:
+    """Settings by their dotted keys, without those that may differ from host to host."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= _comparable(value, f"{section}{name}.")
+        elif section + name not in OF_A_HOST:
+            found[section + name] = value
+    return found
+
+
+def _check_alike(given: list[dict[str, Any]]) -> None:
+    """Processes that draw other symbols, or share the emission otherwise, would train nonsense or wait for ever."""
+    for rank, values in enumerate(given):
+        for key in sorted(given[0].keys() | values.keys()):
+            first, here = given[0].get(key), values.get(key)
+            if first != here:
+                raise UserError(
+                    f"process {rank} was started with {key}={here}, process 0 with {key}={first}; "
+                    "start all of them by the same command with the same config"
+                )
 
 
 def _are(count: int) -> str:

@@ -10,7 +10,7 @@ end of every part:
     optimizer   clipping, the update, the moving average
 
 A sentence that left the range of the number format is computed again, which takes long: `recomputed` of the first
-measurement, warm-up included, are such.
+measurement are such.
 
 Peak memory is that of the GPU's tensors; without a GPU, of the whole process, where Linux tells ("-" elsewhere).
 
@@ -157,6 +157,8 @@ def _timed(trainer: Trainer, steps: int) -> Row:
         trainer.step(batches)
     if most_sentences < trainer.settings.batch.sentences:
         return {"note": f"the text has no batch of more than {most_sentences} sentences"}
+    trainer.settle()
+    recomputed_before = trainer.position.window.recomputed
     _synchronize(device)
     words, began = 0, time.perf_counter()
     for _ in range(steps):
@@ -166,7 +168,7 @@ def _timed(trainer: Trainer, steps: int) -> Row:
     _synchronize(device)
     seconds = time.perf_counter() - began
     trainer.settle()
-    recomputed = round(trainer.position.window.recomputed)
+    recomputed = round(trainer.position.window.recomputed - recomputed_before)
     if trainer.position.skipped:
         return {"note": f"{trainer.position.skipped} updates were not finite"}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_inside.benchmarks.arguments import check_files, default_grid, find_device
 from flash_inside.benchmarks.inside import machine, milliseconds
-from flash_inside.benchmarks.results import Results
+from flash_inside.benchmarks.results import Results, Row, out_of_memory
 from flash_inside.softmax import log_normalizers
 
 GRID, GRID_WITHOUT_GPU = "16384x10000x512,65536x65536x512", "1024x10000x256"
@@ -34,7 +34,13 @@ def main(argv: list[str] | None = None) -> int:
     device = arguments.device
     results = Results(FIELDS, arguments.csv)
     for size in arguments.grid:
-        row = _measure(size, arguments.precision, device, arguments.seconds)
+        row = _row(size, arguments.precision, device)
+        try:
+            row |= _measure(size, arguments.precision, device, arguments.seconds)
+        except (RuntimeError, MemoryError) as problem:
+            if not out_of_memory(problem):
+                raise
+            row["note"] = "out of memory"
         results.add(row)
         peak = f"{row['peak_gib']} GiB  " if device.type == "cuda" else ""
         shown = row["note"] or f"{row['p50_ms']} ms  {peak}{row['tflops']} TFLOP/s"
@@ -100,11 +106,15 @@ def _errors(size: tuple[int, int, int], precision: str, device: torch.device) ->
     return (ours[rows].double() - truth).abs().max().item(), gradient_error
 
 
-def _measure(size: tuple[int, int, int], precision: str, device: torch.device, seconds: float) -> dict[str, object]:
+def _row(size: tuple[int, int, int], precision: str, device: torch.device) -> Row:
     preterminals, words, dimension = size
-    row: dict[str, object] = dict.fromkeys(FIELDS, "")
-    row |= {"preterminals": preterminals, "words": words, "dimension": dimension, "precision": precision}
-    row |= machine(device)
+    sizes = {"preterminals": preterminals, "words": words, "dimension": dimension, "precision": precision}
+    return dict.fromkeys(FIELDS, "") | sizes | machine(device)
+
+
+def _measure(size: tuple[int, int, int], precision: str, device: torch.device, seconds: float) -> Row:
+    preterminals, words, dimension = size
+    row: Row = {"note": ""}
     row["error"], row["gradient_error"] = errors = _errors(size, precision, device)
     if not all(error <= allowed for error, allowed in zip(errors, TOLERANCE[precision], strict=True)):
         return row | {"note": "WRONG"}
@@ -127,7 +137,7 @@ def _measure(size: tuple[int, int, int], precision: str, device: torch.device, s
     times.sort()
     for name, share in (("p20_ms", 0.2), ("p50_ms", 0.5), ("p80_ms", 0.8)):
         row[name] = round(times[round(share * (len(times) - 1))], 4)
-    row["tflops"] = round(8 * preterminals * words * dimension / times[len(times) // 2] / 1e9, 1)
+    row["tflops"] = round(8 * preterminals * words * dimension / times[len(times) // 2] / 1e9, 3)
     return row
 
 
