@@ -168,6 +168,18 @@ def test_impossible_through_zero_rules():
     assert statistics.recomputed_in_log_space == 1
 
 
+def test_an_impossible_sentence_beside_tiny_rules_leaves_the_others_their_gradients():
+    """A row divided by 1e-40 has coefficients that fp32 does not hold, and infinity times no derivative is NaN."""
+    left = torch.tensor([[0.0, 0, 0, 1], [1, 0, 0, 0], [1, 0, 0, 1e-20]])
+    right = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 1e-20]])
+    emissions = torch.tensor([-1.0, -1.0, float("-inf"), -1.0, -1.0])[:, None]
+    for precision in ("fp32", "tf32", "bf16"):
+        log_z, gradients = run(Rules(torch.full((3,), 1 / 3), left, right), emissions, [3, 2], precision, "torch")
+        assert log_z.isinf().tolist() == [True, False]
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert gradients[3].flatten().tolist() == pytest.approx([0, 0, 0, 1, 1])
+
+
 def test_range_beyond_fp64_is_computed_in_log_space():
     """Needed components of 1e-400: only log space holds them."""
     rules = random_rules(3, 3, seed=4)

@@ -351,6 +351,39 @@ def test_a_split_whose_coefficient_is_below_the_smallest_number_counts(inner, ou
 
 
 @runs_kernels
+def test_errors_do_not_add_up_along_a_tree_whose_spans_are_all_alike(cut_rows):
+    """A -> T A, each time of probability exp(-20): coefficients of fp32 exponents made the counts 8e-6 too small."""
+    cut_rows(16, 32)
+    left = torch.tensor([[-40.0, -10.0, 0.0]]).softmax(-1)
+    right = torch.tensor([[-10.005, -10.0, 0.0]]).softmax(-1)
+    rules = Rules(torch.ones(1, device=DEVICE), left.to(DEVICE), right.to(DEVICE))
+    emissions = torch.tensor([[-2.0, float("-inf")]], device=DEVICE).expand(24, 2)
+    wide, weight = Rules(*(t.double() for t in rules)), torch.ones(1, device=DEVICE)
+    ours = gradients(rules, emissions, [24], weight, "fp32", "triton")[1]
+    truth = gradients(wide, emissions.double(), [24], weight, "fp64", "reference")[1]
+    for probability, got, want in zip((*wide, torch.ones((), device=DEVICE)), ours, truth, strict=True):
+        assert ((got.double() - want) * probability).norm() <= 3e-6 * (want * probability).norm()
+
+
+@runs_kernels
+def test_a_graph_has_room_for_the_gradients_of_fp16_rules():
+    """They are computed in fp32."""
+    from flash_inside import triton_graphs
+    from flash_inside.triton_gradients import Wanted
+
+    n, p, wide = 16, 32, torch.float32
+    bucket = triton_graphs.Bucket(0, n, p, n, "fp32", wide, (wide, torch.float16, torch.float16), 2, 2, False)
+    arena = triton_graphs.Arena(triton_graphs.Graph.size(bucket), torch.device(DEVICE))
+    graph = triton_graphs.Graph(bucket, arena)
+    root, left, right = (t.to(DEVICE) for t in random_rules(n, p, root="nonterminals", dtype=torch.float16))
+    emissions = random_emissions(4, p, dtype=torch.float32).half().to(DEVICE)
+    held = graph.run(root.float(), left, right, emissions, [2, 2])
+    ones = torch.ones(2, device=DEVICE)
+    found = held.gradients(root.float(), left, right, ones, 4, Wanted(wide, wide, wide), None)
+    assert (found.left * left).sum().item() == pytest.approx(2.0, rel=1e-3)  # one rule a sentence
+
+
+@runs_kernels
 @pytest.mark.parametrize(("n", "lengths"), [(7, [5, 1, 8]), (33, [4])], ids=str)
 def test_viterbi(n, lengths):
     rules = Rules(*(t.float().to(DEVICE) for t in random_rules(n, n + 4, spread=2.0)))

@@ -141,6 +141,8 @@ def viterbi(
         return []
     if any(tensor.isnan().any() for tensor in (*rules, emissions)):
         raise ValueError("rules or emissions have NaN: no tree is the best")
+    if emissions.isposinf().any():
+        raise ValueError("an emission is +inf, which is no log-probability")
     if backend == "reference":
         return reference.viterbi(rules, emissions, lengths, _result_type(precision))
     if rules.per_sentence:

@@ -49,12 +49,23 @@ def check_inputs(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int
                 f"lengths must be a vector of integers, not {lengths.dtype} of shape {list(lengths.shape)}"
             )
         lengths = lengths.tolist()
-    if any(int(length) != length for length in lengths):
-        raise ValueError("lengths must be integers")
-    lengths = [int(length) for length in lengths]
+    try:
+        whole = [int(length) for length in lengths]
+        if any(length != given for length, given in zip(whole, lengths, strict=True)):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError("lengths must be integers, one a sentence") from None
+    lengths = whole
     if any(length < 1 for length in lengths):
         raise ValueError("every sentence needs at least one word: a length below 1 was given")
 
+    if not all(isinstance(tensor, Tensor) for tensor in (*rules, emissions)):
+        raise ValueError("rules and emissions must be tensors of PyTorch")
+    if rules.left.dim() < 2 or rules.root.dim() < 1:
+        raise ValueError(
+            f"left must be [N, N+P] or [B, N, N+P], root [N] or [N+P] (or with B), not {list(rules.left.shape)} "
+            f"and {list(rules.root.shape)}"
+        )
     n, p, batch_dims = rules.nonterminals, rules.preterminals, rules.left.dim() - 2
     if batch_dims not in (0, 1) or rules.right.shape != rules.left.shape or n < 1 or p < 1:
         raise ValueError(

@@ -330,10 +330,11 @@ class _ScaledInside(torch.autograd.Function):
         rules, words = Rules(root, left, right), layout.words
         n, compute = rules.nonterminals, precision.compute
         order = torch.tensor(layout.order, device=d_log_z.device)
-        gradient = torch.where(trusted & (top_sums > 0), d_log_z[order].to(compute), 0.0)  # [B] sorted
+        believed = trusted & (top_sums > 0)  # [B] sorted
+        gradient = torch.where(believed, d_log_z[order].to(compute), 0.0)
         sentence = torch.from_numpy(layout.sentence_of_rows()).to(d_log_z.device)
-        # D of an untrusted sentence may be inf or NaN: 0 x inf must not happen, so those rows are cleared.
-        weighted = (d_children.to(compute) * gradient[sentence, None]).masked_fill_(~trusted[sentence, None], 0.0)
+        # D of an untrusted or impossible sentence may be inf or NaN: 0 x inf must not happen, so its rows are cleared.
+        weighted = (d_children.to(compute) * gradient[sentence, None]).masked_fill_(~believed[sentence, None], 0.0)
         weighted = weighted.to(precision.storage)  # [rows, 2N]
 
         with matmul_precision(ctx.precision_name):

@@ -27,7 +27,7 @@ def best_trees(
     rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dtype, triton: bool
 ) -> list[tuple[float, Tree]]:
     """(log score, tree) of every sentence, in the caller's order; (-inf, []) where there is no tree."""
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(emissions):  # Triton launches on the current device
         return _Chart(rules, emissions, Layout(lengths), dtype, triton).trees()
 
 

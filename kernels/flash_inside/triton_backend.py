@@ -21,8 +21,8 @@ from flash_inside import triton_graphs
 from flash_inside.packing import Layout
 from flash_inside.rules import Rules, gradient_type
 from flash_inside.scaled import LARGEST_FP32_CHART, MOST_WORDS_OF_PRECISE, Result, finite
-from flash_inside.triton_chart import Chart, Kept, Precise, Tables, Weights, product_precision
-from flash_inside.triton_gradients import RuleMemory, Wanted, gradients
+from flash_inside.triton_chart import Chart, Kept, Precise, Tables, Weights, check_sentences, product_precision
+from flash_inside.triton_gradients import RuleMemory, Wanted, computed_type, gradients
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 
@@ -42,7 +42,9 @@ def inside(
     of_rules: memory for the gradients of left and right, if it is of their types.
     rules_stay: later calls will have rules in the same memory.
     """
-    return Result(*_TritonInside.apply(*rules, emissions, lengths, precision, layout, of_rules, rules_stay))
+    check_sentences(len(lengths))
+    with torch.cuda.device_of(emissions):  # Triton launches on the current device
+        return Result(*_TritonInside.apply(*rules, emissions, lengths, precision, layout, of_rules, rules_stay))
 
 
 def storage_type(precision: str, n: int) -> torch.dtype:
@@ -111,7 +113,7 @@ class _TritonInside(torch.autograd.Function):
     def backward(ctx: Any, d_log_z: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:
         root, left, right, *kept = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        types = [torch.float32 if dtype == torch.float16 else dtype for dtype in ctx.gradient_types]
+        types = [computed_type(dtype) for dtype in ctx.gradient_types]
         wanted = Wanted(
             types[0] if needs[0] else None,
             types[1] if needs[1] or needs[2] else None,
@@ -131,7 +133,7 @@ class _TritonInside(torch.autograd.Function):
                 )  # fmt: skip
         if found.right is not None:  # the rules may have two types; their gradients are computed in that of left
             found = found._replace(right=found.right.to(types[2]))
-        if torch.float16 in ctx.gradient_types:  # of a range that counts over small probabilities leave
+        if torch.float16 in ctx.gradient_types:
             found = type(found)(*map(_in_type, found, ctx.gradient_types))
         if ctx.of_rules is not None and found.left is not None and found.right is not None:
             # Another tensor over the same memory: one that is held elsewhere autograd would copy.

@@ -28,6 +28,12 @@ LARGEST_TRUSTED_D = 1e23
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
+def check_sentences(count: int) -> None:
+    """A grid has at most 65,535 programs along its second and third axes."""
+    if count > 65_535:
+        raise ValueError(f"{count:,} sentences are too many for one launch on a GPU; at most 65,535, split the batch")
+
+
 @contextmanager
 def product_precision(precision: str) -> Iterator[None]:
     """fp32 means fp32, and bf16 products are summed in fp32, whatever the process-wide settings are."""

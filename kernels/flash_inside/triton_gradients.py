@@ -30,6 +30,11 @@ class Wanted(NamedTuple):
     emissions: torch.dtype | None
 
 
+def computed_type(dtype: torch.dtype) -> torch.dtype:
+    """Gradients of fp16 tensors are computed in fp32: counts over small probabilities leave the range of fp16."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def gradients(
     chart: Kept,
     weights: Weights,

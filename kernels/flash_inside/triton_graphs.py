@@ -22,7 +22,7 @@ from flash_inside.cuda_graphs import capture
 from flash_inside.packing import Layout
 from flash_inside.rules import Rules, gradient_type
 from flash_inside.triton_chart import Chart, Kept, Precise, Tables, Weights
-from flash_inside.triton_gradients import Gradients, RuleMemory, Wanted, gradients
+from flash_inside.triton_gradients import Gradients, RuleMemory, Wanted, computed_type, gradients
 
 #: Above this many nonterminals products take longer than launches: rows without words are real work, so that a graph
 #: must fit its batch closely.
@@ -327,9 +327,9 @@ def _memory(
         arena.used = gradient_start
         if n <= LARGEST_N_OF_GRADIENT_GRAPH:
             for _ in ("left", "right"):
-                arena.allocate((n, n + p), rule_type)
-            arena.allocate((layout.words, p), emission_type)
-            arena.allocate((bucket.root_size,), root_type)
+                arena.allocate((n, n + p), computed_type(rule_type))
+            arena.allocate((layout.words, p), computed_type(emission_type))
+            arena.allocate((bucket.root_size,), computed_type(root_type))
         for shape in ((layout.words, p), (layout.rows - layout.words, n), (layout.words, p)):
             arena.allocate(shape, storage)
     return root, d_log_z, emissions, joint, chart, gradient_start

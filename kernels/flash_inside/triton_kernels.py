@@ -45,6 +45,20 @@ def nan_to_inf(values):
 
 
 @triton.jit
+def root_of_exp(exponent, EXACT: tl.constexpr):
+    """exp(exponent / 2) in fp32, of fp64.
+
+    EXACT, where rows are fp32: an exponent of 32 in fp32 is off by 1e-6, which adds up along a deep tree whose spans
+    are all alike.
+    """
+    if EXACT:
+        root = tl.exp(exponent * 0.5).to(tl.float32)
+    else:
+        root = tl.exp((exponent * 0.5).to(tl.float32))
+    return root
+
+
+@triton.jit
 def store_rest(target, values, mask):
     """What is left of values after rounding to the type of the target, rounded itself."""
     rounded = values.to(target.dtype.element_ty).to(tl.float32)
@@ -149,7 +163,7 @@ def split_sum_kernel(
         right = row_of(offset, prefix_b, b, width - left_width, i + left_width)
         # sqrt(c), because c would be lost below 1e-38, where eta zeta can be as large as 2^80
         exponent = tl.load(scale + left) + tl.load(scale + right) - log_scale + LOG_HEADROOM
-        half = tl.where(real, tl.exp((exponent * 0.5).to(tl.float32)), 0.0)
+        half = tl.where(real, root_of_exp(exponent, children.dtype.element_ty == tl.float32), 0.0)
         wanted = real[:, None] & in_row[None, :]
         eta = tl.load(children + left[:, None] * (2 * n) + columns[None, :], mask=wanted, other=0.0).to(tl.float32)
         zeta = tl.load(children + right[:, None] * (2 * n) + n + columns[None, :], mask=wanted, other=0.0)
@@ -280,7 +294,7 @@ def top_kernel(
 
 
 @triton.jit
-def flow(scale, t_here, parent, sibling):
+def flow(scale, t_here, parent, sibling, EXACT: tl.constexpr):
     """sqrt(c) of some splits, from the scales of their three rows; a zero parent has none.
 
     The root, because c would be lost below 1e-38, where D zeta can be as large as 1e35. A c above 1e26 is infinite: its
@@ -289,8 +303,8 @@ def flow(scale, t_here, parent, sibling):
     t_parent = tl.load(scale + parent)
     exponent = t_here + tl.load(scale + sibling) - tl.where(t_parent == float("-inf"), 0.0, t_parent)
     # c is near 2^-40. fp32 rounds small exponents best, so that factor is put in afterwards.
-    exponent = (exponent + LOG_LARGEST_ENTRY).to(tl.float32)
-    half = tl.where(exponent > 88.0, float("inf"), tl.exp(0.5 * exponent) / ROOT_OF_LARGEST_ENTRY)
+    exponent += LOG_LARGEST_ENTRY
+    half = tl.where(exponent > 88.0, float("inf"), root_of_exp(exponent, EXACT) / ROOT_OF_LARGEST_ENTRY)
     return tl.where(t_parent == float("-inf"), 0.0, half)
 
 
@@ -328,6 +342,7 @@ def outside_kernel(
     in_row = columns < n
     k = i + width
     t_here = tl.load(scale + row)
+    exact: tl.constexpr = children.dtype.element_ty == tl.float32
     steps = tl.arange(0, SPLITS)
     d_eta = tl.zeros([SPLITS, BLOCK], tl.float32)
     d_zeta = tl.zeros([SPLITS, BLOCK], tl.float32)
@@ -338,7 +353,7 @@ def outside_kernel(
         j = tl.where(real, j, k + 1)
         parent = row_of(offset, prefix_b, b, j - i, i)
         sibling = row_of(offset, prefix_b, b, j - k, k)
-        half = tl.where(real, flow(scale, t_here, parent, sibling), 0.0)[:, None]
+        half = tl.where(real, flow(scale, t_here, parent, sibling, exact), 0.0)[:, None]
         wanted = real[:, None] & in_row[None, :]
         d = tl.load(d_beta + (parent - words)[:, None] * n + columns[None, :], mask=wanted, other=0.0)
         zeta = tl.load(children + sibling[:, None] * (2 * n) + n + columns[None, :], mask=wanted, other=0.0)
@@ -351,7 +366,7 @@ def outside_kernel(
         s = tl.where(real, s, first_parent)
         parent = row_of(offset, prefix_b, b, k - s, s)
         sibling = row_of(offset, prefix_b, b, i - s, s)
-        half = tl.where(real, flow(scale, t_here, parent, sibling), 0.0)[:, None]
+        half = tl.where(real, flow(scale, t_here, parent, sibling, exact), 0.0)[:, None]
         wanted = real[:, None] & in_row[None, :]
         d = tl.load(d_beta + (parent - words)[:, None] * n + columns[None, :], mask=wanted, other=0.0)
         eta = tl.load(children + sibling[:, None] * (2 * n) + columns[None, :], mask=wanted, other=0.0)
@@ -367,12 +382,12 @@ def outside_kernel(
         if prefix_of_sentence:
             sibling = row_of(offset, prefix_b, b, length - k, k)
             zeta = tl.load(children + sibling * (2 * n) + n + columns, mask=in_row, other=0.0)
-            half = flow(scale, t_here, parent, sibling)
+            half = flow(scale, t_here, parent, sibling, exact)
             eta_total += (half * zeta.to(tl.float32)) * (half * d)
         else:
             sibling = row_of(offset, prefix_b, b, i, 0)
             eta = tl.load(children + sibling * (2 * n) + columns, mask=in_row, other=0.0)
-            half = flow(scale, t_here, parent, sibling)
+            half = flow(scale, t_here, parent, sibling, exact)
             zeta_total += (half * eta.to(tl.float32)) * (half * d)
     target = d_children + row * (2 * n) + columns
     tl.store(target, eta_total.to(d_children.dtype.element_ty), mask=in_row)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_inside.packing import Layout
-from flash_inside.triton_chart import Launcher, Precise, Tables, row_block
+from flash_inside.triton_chart import Launcher, Precise, Tables, check_sentences, row_block
 from flash_inside.triton_kernels import row_of
 
 
@@ -83,6 +83,7 @@ def split_maximum_kernel(children, beta, offset, prefix, lengths, width, words, 
 
 class SplitMaximum:
     def __init__(self, children: Tensor, beta: Tensor, layout: Layout):
+        check_sentences(len(layout.lengths))
         self.children, self.beta, self.layout = children, beta, layout
         self.tables = Tables.of(layout, Precise.none(layout), beta.device)
         self.block = row_block(beta.shape[1])

@@ -37,10 +37,14 @@ def error_of_counts(ours: list[Tensor], truth: list[Tensor], inputs: Sequence[Te
     limit = torch.finfo(torch.float32).max / 64
     worst = 0.0
     for number, (our_counts, counts) in enumerate(zip(ours, truth, strict=True)):
-        difference, whole = our_counts - counts, counts
+        difference = our_counts - counts
         if number < 3:  # the derivative is count / probability
             too_large = counts.abs() > inputs[number].double() * limit
-            difference, whole = difference.masked_fill(too_large, 0.0), counts.masked_fill(too_large, 0.0)
-        error = (difference.norm() / whole.norm().clamp(min=1e-300)).item()
-        worst = error if not error <= worst else worst  # NaN is the worst
+            difference = difference.masked_fill(too_large, 0.0)
+        worst = worse(worst, (difference.norm() / counts.norm().clamp(min=1e-300)).item())
     return worst
+
+
+def worse(one: float, other: float) -> float:
+    """The larger of two errors; NaN is the worst."""
+    return other if not other <= one else one

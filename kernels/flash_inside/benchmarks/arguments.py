@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,16 @@ def positive(text: str) -> int:
 
 def at_least_two(text: str) -> int:
     return number_from(2, text)
+
+
+def not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number, at least 0")
+    return value
 
 
 def find_device(parser: argparse.ArgumentParser, name: str | None, backend: str = "auto") -> torch.device:

@@ -20,7 +20,7 @@ from torch import Tensor
 import flash_inside
 from flash_inside.benchmarks import accuracy
 from flash_inside.benchmarks.accuracy import TOLERANCE
-from flash_inside.benchmarks.arguments import at_least_two, find_device, positive
+from flash_inside.benchmarks.arguments import at_least_two, find_device, not_negative, positive
 from flash_inside.rules import Rules
 
 PRECISIONS = ("fp32", "tf32", "bf16")  # fp64 is what they are compared with
@@ -29,7 +29,7 @@ PRECISIONS = ("fp32", "tf32", "bf16")  # fp64 is what they are compared with
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench extremes", description="compare peaked random grammars with fp64")
     parser.add_argument("--batches", type=positive, default=1000)
-    parser.add_argument("--deviation", type=float, default=30.0, help="of the logits")
+    parser.add_argument("--deviation", type=not_negative, default=30.0, help="of the logits")
     parser.add_argument("--nonterminals", type=positive, default=64)
     parser.add_argument("--sentences", type=positive, default=16, help="of a batch")
     parser.add_argument("--shortest", type=at_least_two, default=2, help="words of a sentence, at least")
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         not_finite += int(not finite or not torch.equal(ours.isfinite(), possible))
         error = accuracy.error_of_log_z(ours, truth, lengths)
         count_error = accuracy.error_of_counts(our_counts, counts, inputs)
-        worst = [max(worst[0], error), max(worst[1], count_error)]
+        worst = [accuracy.worse(worst[0], error), accuracy.worse(worst[1], count_error)]
         allowed = TOLERANCE[arguments.precision]
         wrong += int(not (error <= allowed[0] and count_error <= allowed[1]))
         if time.perf_counter() - shown > 10:

@@ -85,7 +85,8 @@ def main(argv: list[str] | None = None) -> int:
         print(_line(row), flush=True)
     if arguments.table1:
         print(table1.table(results.rows))
-    return 1 if any(row["note"] == "WRONG" for row in results.rows) else 0
+    nothing = bool(results.rows) and all(row["note"] for row in results.rows)
+    return 1 if nothing or any(row["note"] == "WRONG" for row in results.rows) else 0
 
 
 def _is_of(row: Row, size: Size) -> bool:
@@ -109,7 +110,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--table1", action="store_true", help=f"the paper's table 1 (default grid {table1.GRID})")
     parser.add_argument("--methods", type=_methods, default=list(METHODS), help=f"default {','.join(METHODS)}")
-    parser.add_argument("--precision", choices=tuple(TOLERANCE), default="bf16", help="of triton and torch")
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="of triton and torch")
     parser.add_argument("--seconds", type=float, default=1.0, help="time to spend on each measurement")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--csv", type=Path)
@@ -222,9 +223,7 @@ def _measure(method: str, size: Size, precision: str, device: torch.device, seco
         error, gradient_error = _errors(method, size, precision, device)
         row |= {"error": error, "gradient_error": "" if gradient_error is None else gradient_error}
         allowed = TOLERANCE[str(row["precision"])][0] * (10 if method.startswith("log") else 1)
-        of_gradients = TOLERANCE[precision][
-            1
-        ]  # whatever the method computes in, the rules' gradients are of their type
+        of_gradients = TOLERANCE[precision][1]  # whatever a method computes in, the rules' gradients are of their type
         if not (error <= allowed and (gradient_error is None or gradient_error <= of_gradients)):
             return row | {"note": "WRONG"}
         times, peaks = _times(method, size, precision, device, seconds)
