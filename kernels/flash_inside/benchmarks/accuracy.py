@@ -33,7 +33,7 @@ def error_of_log_z(ours: Tensor, truth: Tensor, lengths: list[int]) -> float:
 
 
 def error_of_counts(ours: list[Tensor], truth: list[Tensor], inputs: Sequence[Tensor]) -> float:
-    """Relative in norm, the worst of the four. Derivatives that fp32 cannot hold are left out."""
+    """Relative to the norm of all counts, the worst of the four; derivatives that fp32 cannot hold are left out."""
     limit = torch.finfo(torch.float32).max / 64
     worst = 0.0
     for number, (our_counts, counts) in enumerate(zip(ours, truth, strict=True)):
