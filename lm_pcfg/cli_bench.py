@@ -26,6 +26,14 @@ def bench_inside(context: typer.Context) -> None:
     raise typer.Exit(inside.main(context.args))
 
 
+@bench.command(name="kernels", context_settings=_PASSED_ON)
+def bench_kernels(context: typer.Context) -> None:
+    """What the inside algorithm spends its time in, by kernel (--help shows its options)."""
+    from flash_inside.benchmarks import kernel_times
+
+    raise typer.Exit(kernel_times.main(context.args))
+
+
 @bench.command(name="extremes", context_settings=_PASSED_ON)
 def bench_extremes(context: typer.Context) -> None:
     """Check the inside algorithm on very peaked random grammars against fp64 (--help shows its options)."""

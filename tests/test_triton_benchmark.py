@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flash_inside
-from flash_inside.benchmarks import baselines, extremes, inside, lengths, normalizers, viterbi
+from flash_inside.benchmarks import baselines, extremes, inside, kernel_times, lengths, normalizers, viterbi
 from grammars import random_emissions, random_rules
 
 
@@ -54,6 +54,8 @@ def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
         (inside, "--device cuda:99", "--device cuda:99: there is no"),
         (inside, "--csv {folder}", "is a folder; name a file in it"),
         (inside, "--plot {folder}/none/a.svg", "there is no folder"),
+        (kernel_times, "--passes 0", "'0' should be a whole number, at least 1"),
+        (kernel_times, "--csv {folder}", "is a folder; name a file in it"),
         (normalizers, "--csv {folder}", "is a folder; name a file in it"),
         (normalizers, f"--csv {{folder}}/{'a' * 300}", "cannot be written: File name too long"),
         (viterbi, "--backend magic", "invalid choice: 'magic'"),
@@ -95,6 +97,27 @@ def test_a_method_that_does_not_fit_in_memory_leaves_the_others(monkeypatch, cap
     assert inside.main([*arguments, "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [("out of memory" in line, " ms " in line) for line in lines] == [(True, False), (False, True)]
+
+
+def test_times_by_kernel(tmp_path, capsys):
+    table = tmp_path / "kernels.csv"
+    assert kernel_times.main(["--grid", "8x5x2", "--passes", "2", "--device", "cpu", "--csv", str(table)]) == 0
+    rows = list(csv.DictReader(table.open()))
+    times = [float(row["ms"]) for row in rows]
+    assert times == sorted(times, reverse=True)
+    assert "8x5x2" in capsys.readouterr().out
+
+
+def test_products_are_one_kernel_and_gaps_are_counted():
+    spans = [
+        ("nvjet_tst_128x256", 10, 12),
+        ("sm90_xmma_gemm_bf16", 12, 13),
+        ("split_sum_kernel", 0, 4),
+        ("void at::native::fill<float>(int)", 3, 6),  # on another stream
+    ]
+    assert kernel_times.by_kernel(spans) == {
+        "split_sum_kernel": (1, 4), "at::native::fill": (1, 3), "products (cuBLAS)": (2, 3), "no kernel": (1, 4),
+    }  # fmt: skip
 
 
 def test_table_of_the_paper(capsys):

@@ -33,6 +33,7 @@ all() {
   nvidia-smi --query-gpu=name,clocks.sm,power.draw --format=csv,noheader
   bench inside --methods triton --seconds 0.5 --csv "$folder/inside.csv" --grid \
     512x20x16,512x40x16,2048x40x16,4096x40x16,8192x20x16,8192x40x16,8192x25x64,8192xptbx16,8192x22x16,4096x10x16,4096x16x16,32768x20x16
+  bench kernels --csv "$folder/kernels.csv"
   bench viterbi
   bench emission --csv "$folder/emission.csv"
   bench step --config configs/search/base/ptb_4096.yaml --nonterminals 2048,4096,8192 --steps 300 \
