@@ -76,12 +76,16 @@ def bench_step(
     csv: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write an SVG here.")] = None,
 ) -> None:
-    """Time a training step and its parts over a grid of grammars and batch sizes."""
+    """Time a training step and its parts over a grid of grammars and batch sizes.
+
+    There are twice as many preterminals as nonterminals, and a step is one batch, whatever the config says.
+    """
     sizes = None if nonterminals is None else _numbers("--nonterminals", nonterminals)
     grid = sizes, _numbers("--sentences", sentences)
     from lm_pcfg.training import step_benchmark
 
-    step_benchmark.main(config, overrides or [], *grid, steps, csv, plot)
+    if not step_benchmark.main(config, overrides or [], *grid, steps, csv, plot):
+        raise typer.Exit(1)
 
 
 @bench.command(name="ngram")

@@ -53,10 +53,11 @@ def test_a_grammar_that_does_not_fit_into_memory_gets_a_note(tmp_path, monkeypat
         return timed(trainer, steps)
 
     monkeypatch.setattr(step_benchmark, "_timed", too_large_for_four)
-    step_benchmark.main(config, [], [4, 2], [2], 1, None, None)
+    assert step_benchmark.main(config, [], [4, 2], [2], 1, None, None)
     _, large, small = capsys.readouterr().out.splitlines()
     assert large.split() == ["4", "2", "out", "of", "memory"]
     assert len(small.split()) == 11
+    assert not step_benchmark.main(config, [], [4], [2], 1, None, None)  # nothing was measured
     monkeypatch.setattr(step_benchmark, "_timed", lambda *_: (_ for _ in ()).throw(RuntimeError("something else")))
     with pytest.raises(RuntimeError, match="something else"):
         step_benchmark.main(config, [], [4], [2], 1, None, None)

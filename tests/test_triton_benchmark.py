@@ -56,6 +56,8 @@ def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
         (inside, "--plot {folder}/none/a.svg", "there is no folder"),
         (kernel_times, "--passes 0", "'0' should be a whole number, at least 1"),
         (kernel_times, "--csv {folder}", "is a folder; name a file in it"),
+        (inside, "--seconds inf", "'inf' should be a number, at least 0"),
+        (normalizers, "--seconds -1", "'-1' should be a number, at least 0"),
         (normalizers, "--csv {folder}", "is a folder; name a file in it"),
         (normalizers, f"--csv {{folder}}/{'a' * 300}", "cannot be written: File name too long"),
         (viterbi, "--backend magic", "invalid choice: 'magic'"),
@@ -97,6 +99,14 @@ def test_a_method_that_does_not_fit_in_memory_leaves_the_others(monkeypatch, cap
     assert inside.main([*arguments, "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [("out of memory" in line, " ms " in line) for line in lines] == [(True, False), (False, True)]
+
+
+@pytest.mark.parametrize("benchmark", [inside, kernel_times, viterbi, normalizers])
+@pytest.mark.parametrize("nonterminals", ["1000000", "9" * 20])
+def test_a_size_beyond_all_memory_is_said_at_once(benchmark, nonterminals, capsys):
+    grid = f"{nonterminals}x{nonterminals}x2000000" if benchmark is normalizers else f"{nonterminals}x3x1"
+    assert benchmark.main(["--grid", grid, "--device", "cpu"]) == 1
+    assert "out of memory" in capsys.readouterr().out
 
 
 def test_times_by_kernel(tmp_path, capsys):

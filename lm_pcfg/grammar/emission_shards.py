@@ -2,7 +2,8 @@
 
 Each of S processes computes those of its P/S preterminals; the group gathers the P numbers. In the backward the P
 gradients, which differ from process to process because their sentences do, are summed, and each process takes its part
-through its own P/S x V logits. Memory and arithmetic fall by S; what travels is P numbers, twice.
+through its own P/S x V logits. Arithmetic falls by S, and memory where P/S x V logits are fewer than
+a block of them (flash_inside.softmax); what travels is P numbers, twice.
 
 The engine averages parameter gradients over all processes. Every normaliser's gradient is carried by one process of
 each group instead of by all, but as the sum over the group: the average is the same.

@@ -12,7 +12,8 @@ end of every part:
 A sentence that left the range of the number format is computed again, which takes long: `recomputed` of the first
 measurement are such.
 
-Peak memory is that of the GPU's tensors; without a GPU, of the whole process, where Linux tells ("-" elsewhere).
+Peak memory is that of the GPU's tensors; without a GPU, of the whole process, where Linux tells ("-" elsewhere). That
+includes what libraries keep for themselves, also of a larger size before it: measure from small to large.
 
 There are twice as many preterminals as nonterminals, and a step is one batch of so many sentences, whatever the config
 says.
@@ -75,8 +76,8 @@ def main(
     steps: int | None,
     table: Path | None,
     plot: Path | None,
-) -> None:
-    """Print a line for every size as it is measured; write the CSV and the plot.
+) -> bool:
+    """Print a line for every size as it is measured; write the CSV and the plot. Whether any could be measured.
 
     nonterminals, steps  None: what a GPU does in a minute or two, or less without one
     """
@@ -100,6 +101,7 @@ def main(
         for row in bench_steps(settings, nonterminals, sentences, steps):
             results.add(row)
             print(_line(row), flush=True)
+    return not all(row["note"] for row in results.rows)
 
 
 def _line(row: Row) -> str:

@@ -37,10 +37,10 @@ from torch import Tensor
 import flash_inside
 from flash_inside.benchmarks import accuracy, baselines, table1
 from flash_inside.benchmarks.accuracy import TOLERANCE
-from flash_inside.benchmarks.arguments import check_files, default_grid, find_device
+from flash_inside.benchmarks.arguments import check_files, default_grid, find_device, not_negative
 from flash_inside.benchmarks.lengths import ptb_lengths
 from flash_inside.benchmarks.plot import draw
-from flash_inside.benchmarks.results import Results, Row, out_of_memory, read_rows
+from flash_inside.benchmarks.results import Results, Row, check_memory, out_of_memory, read_rows
 from flash_inside.rules import Rules
 
 GRID = "512x20x16,512x40x16,2048x40x16,4096x40x16,8192x20x16,8192x40x16,8192x25x64"
@@ -111,7 +111,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--table1", action="store_true", help=f"the paper's table 1 (default grid {table1.GRID})")
     parser.add_argument("--methods", type=_methods, default=list(METHODS), help=f"default {','.join(METHODS)}")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="of triton and torch")
-    parser.add_argument("--seconds", type=float, default=1.0, help="time to spend on each measurement")
+    parser.add_argument("--seconds", type=not_negative, default=1.0, help="time to spend on each measurement")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG file")
@@ -157,6 +157,7 @@ def make_inputs(size: Size, precision: str, device: torch.device) -> list[Tensor
     """root, left, right, emissions of a random grammar; the rules in the type the precision works in."""
     generator = torch.Generator(device).manual_seed(1)
     n, rules_type = size.nonterminals, torch.bfloat16 if precision == "bf16" else torch.float32
+    check_memory(2 * 3 * n * n * rules_type.itemsize + sum(size.lengths) * 2 * n * 4, device)
 
     def softmax(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, generator=generator).softmax(-1)
@@ -227,7 +228,7 @@ def _measure(method: str, size: Size, precision: str, device: torch.device, seco
         if not (error <= allowed and (gradient_error is None or gradient_error <= of_gradients)):
             return row | {"note": "WRONG"}
         times, peaks = _times(method, size, precision, device, seconds)
-    except RuntimeError as problem:
+    except (RuntimeError, MemoryError) as problem:
         if not out_of_memory(problem):
             raise
         return row | {"note": "out of memory"}

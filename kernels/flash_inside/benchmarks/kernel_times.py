@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 import flash_inside
 from flash_inside.benchmarks.arguments import check_files, default_grid, find_device, positive
 from flash_inside.benchmarks.inside import GRID_WITHOUT_GPU, Size, machine, make_inputs, parse_grid
-from flash_inside.benchmarks.results import Results, Row
+from flash_inside.benchmarks.results import Results, Row, out_of_memory
 from flash_inside.rules import Rules
 
 GRID = "8192x20x16,8192x40x16,8192x25x64,8192xptbx16"
@@ -45,12 +45,18 @@ def main(argv: list[str] | None = None) -> int:
     on_gpu = device.type == "cuda"
     results = Results(FIELDS, arguments.csv)
     for size in arguments.grid or parse_grid(default_grid(on_gpu, "--grid", GRID, GRID_WITHOUT_GPU)):
-        rows = _rows(size, arguments.precision, device, arguments.passes)
+        try:
+            rows = _rows(size, arguments.precision, device, arguments.passes)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            print(f"{'x'.join(map(str, size))}: out of memory", flush=True)
+            continue
         results.add(*rows)
         print(f"{'x'.join(map(str, size))}: {sum(row['ms'] for row in rows):.2f} ms a pass, watched by a profiler")
         for row in rows:
             print(f"{row['ms']:10.3f} ms {row['calls']:8.1f} calls  {row['kernel']}", flush=True)
-    return 0
+    return 0 if results.rows else 1
 
 
 def _rows(size: Size, precision: str, device: torch.device, passes: int) -> list[Row]:

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flash_inside.benchmarks.arguments import check_files, default_grid, find_device
+from flash_inside.benchmarks.arguments import check_files, default_grid, find_device, not_negative
 from flash_inside.benchmarks.inside import machine, milliseconds
-from flash_inside.benchmarks.results import Results, Row, out_of_memory
+from flash_inside.benchmarks.results import Results, Row, check_memory, out_of_memory
 from flash_inside.softmax import log_normalizers
 
 GRID, GRID_WITHOUT_GPU = "16384x10000x512,65536x65536x512", "1024x10000x256"
@@ -45,14 +45,15 @@ def main(argv: list[str] | None = None) -> int:
         peak = f"{row['peak_gib']} GiB  " if device.type == "cuda" else ""
         shown = row["note"] or f"{row['p50_ms']} ms  {peak}{row['tflops']} TFLOP/s"
         print("x".join(map(str, size)), arguments.precision, shown, flush=True)
-    return 1 if any(row["note"] == "WRONG" for row in results.rows) else 0
+    nothing = all(row["note"] for row in results.rows)
+    return 1 if nothing or any(row["note"] == "WRONG" for row in results.rows) else 0
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench emission", description="time the emission's normalisers")
     parser.add_argument("--grid", type=_grid, help=f"sizes PxVxD (default {GRID}; without a GPU {GRID_WITHOUT_GPU})")
     parser.add_argument("--precision", choices=tuple(TOLERANCE), default="tf32")
-    parser.add_argument("--seconds", type=float, default=1.0, help="time to spend on each measurement")
+    parser.add_argument("--seconds", type=not_negative, default=1.0, help="time to spend on each measurement")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args(argv)
@@ -73,6 +74,7 @@ def _grid(text: str) -> list[tuple[int, int, int]]:
 def _tables(size: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     """As after some training: logits with a standard deviation of about 3."""
     preterminals, words, dimension = size
+    check_memory((preterminals + words) * dimension * 4, device)
     generator = torch.Generator(device).manual_seed(1)
     scale = (3.0 / dimension**0.5) ** 0.5
     features, embeddings = (

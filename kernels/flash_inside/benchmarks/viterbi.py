@@ -16,6 +16,7 @@ import torch
 import flash_inside
 from flash_inside.benchmarks.arguments import default_grid, find_device, positive
 from flash_inside.benchmarks.inside import Size, make_inputs, parse_grid
+from flash_inside.benchmarks.results import out_of_memory
 from flash_inside.rules import Rules
 
 GRID, GRID_WITHOUT_GPU = "4096x40x16", "64x20x16"
@@ -37,8 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     grid = arguments.grid or parse_grid(default_grid(on_gpu, "--grid", GRID, GRID_WITHOUT_GPU))
     wrong = False
     for size in grid:
-        problem = _problem(size, device, arguments.backend)
-        shown = problem or f"{_milliseconds(size, device, arguments.backend, arguments.repeats):.1f} ms"
+        try:
+            problem = _problem(size, device, arguments.backend)
+            shown = problem or f"{_milliseconds(size, device, arguments.backend, arguments.repeats):.1f} ms"
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            problem = shown = "out of memory"
         print("x".join(map(str, size)), shown, flush=True)
         wrong |= problem is not None
     return 1 if wrong else 0
