@@ -1,23 +1,10 @@
-"""How this process uses its CPU and the memory beside it."""
+"""How this process uses its CPU."""
 
 from __future__ import annotations
 
 import os
 
 import torch
-
-
-def check_memory(needed: float) -> None:
-    """MemoryError if this machine does not have so many bytes at all (where the system tells).
-
-    Allocators may hand out more than there is (overcommit), and the system then kills whoever uses it.
-    """
-    try:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return
-    if needed > there:
-        raise MemoryError(f"at least {needed / 2**30:,.1f} GiB are needed, and there are {there / 2**30:,.1f}")
 
 
 def prepare_cpu(threads: int | None = None) -> None:

@@ -39,7 +39,7 @@ def test_one_csv_and_one_plot(tmp_path, capsys):
 
 def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
     for wrong in ((0.5, 0.0), (0.0, 0.5), (float("nan"), 0.0), (0.0, float("nan"))):  # log Z, gradients
-        monkeypatch.setattr(inside, "_errors", lambda *_, wrong=wrong: wrong)
+        monkeypatch.setattr(inside, "errors_of", lambda *_, wrong=wrong: wrong)
         assert inside.main(["--grid", "4x3x1", "--methods", "torch", "--device", "cpu"]) == 1
         assert "WRONG" in capsys.readouterr().out
 
@@ -115,7 +115,15 @@ def test_times_by_kernel(tmp_path, capsys):
     rows = list(csv.DictReader(table.open()))
     times = [float(row["ms"]) for row in rows]
     assert times == sorted(times, reverse=True)
+    assert "aten::mm" in {row["kernel"] for row in rows}
     assert "8x5x2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [(0.5, 0.0), (0.0, float("nan"))])
+def test_what_is_wrong_is_not_taken_apart(wrong, monkeypatch, capsys):
+    monkeypatch.setattr(kernel_times, "errors_of", lambda *_: wrong)
+    assert kernel_times.main(["--grid", "8x5x2,4x3x1", "--device", "cpu"]) == 1
+    assert capsys.readouterr().out == "8x5x2: WRONG\n4x3x1: WRONG\n"
 
 
 def test_products_are_one_kernel_and_gaps_are_counted():

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from flash_inside.memory import check_memory
 from lm_pcfg.grammar.simple_pcfg import SimplePCFG
 from lm_pcfg.grammar.spelling import Spelling
 from lm_pcfg.grammar.table_pcfg import TablePCFG
-from lm_pcfg.processor import check_memory
 from lm_pcfg.settings import ModelSection
 
 BYTES = 4  # of a number in fp32

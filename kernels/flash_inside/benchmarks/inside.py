@@ -40,7 +40,8 @@ from flash_inside.benchmarks.accuracy import TOLERANCE
 from flash_inside.benchmarks.arguments import check_files, default_grid, find_device, not_negative
 from flash_inside.benchmarks.lengths import ptb_lengths
 from flash_inside.benchmarks.plot import draw
-from flash_inside.benchmarks.results import Results, Row, check_memory, out_of_memory, read_rows
+from flash_inside.benchmarks.results import Results, Row, out_of_memory, read_rows
+from flash_inside.memory import check_memory
 from flash_inside.rules import Rules
 
 GRID = "512x20x16,512x40x16,2048x40x16,4096x40x16,8192x20x16,8192x40x16,8192x25x64"
@@ -188,7 +189,14 @@ def _function(
     return inside
 
 
-def _errors(method: str, size: Size, precision: str, device: torch.device) -> tuple[float, float | None]:
+def is_right(method: str, precision: str, error: float, gradient_error: float | None) -> bool:
+    """Whether the errors of log Z and of the gradients (None: not known) are no more than is allowed."""
+    of_log_z = TOLERANCE[precision][0] if method in ("triton", "torch") else 10 * TOLERANCE["fp32"][0]
+    of_gradients = TOLERANCE[precision][1]  # whatever a method computes in, the rules' gradients are of their type
+    return error <= of_log_z and (gradient_error is None or gradient_error <= of_gradients)
+
+
+def errors_of(method: str, size: Size, precision: str, device: torch.device) -> tuple[float, float | None]:
     """Of log Z and of the gradients, against fp64 on the same rounded tensors, for two sentences."""
     small = size._replace(sentences=min(2, size.sentences))
     inputs = [tensor.detach() for tensor in make_inputs(small, precision, device)]
@@ -221,11 +229,9 @@ def _measure(method: str, size: Size, precision: str, device: torch.device, seco
     row |= {"method": method, "precision": precision if method in ("triton", "torch") else "fp32"}
     row |= size._asdict() | machine(device) | {"ceiling_tflops": round(ceiling, 1)}
     try:
-        error, gradient_error = _errors(method, size, precision, device)
+        error, gradient_error = errors_of(method, size, precision, device)
         row |= {"error": error, "gradient_error": "" if gradient_error is None else gradient_error}
-        allowed = TOLERANCE[str(row["precision"])][0] * (10 if method.startswith("log") else 1)
-        of_gradients = TOLERANCE[precision][1]  # whatever a method computes in, the rules' gradients are of their type
-        if not (error <= allowed and (gradient_error is None or gradient_error <= of_gradients)):
+        if not is_right(method, precision, error, gradient_error):
             return row | {"note": "WRONG"}
         times, peaks = _times(method, size, precision, device, seconds)
     except (RuntimeError, MemoryError) as problem:

@@ -1,4 +1,4 @@
-"""`main(argv)`: what a pass, forward + backward, spends its time in, by kernel; correctness is `inside.py`'s.
+"""`main(argv)`: what a pass, forward + backward, spends its time in, by kernel; checked as `inside.py` does first.
 
     python -m flash_inside.benchmarks.kernel_times --grid 8192x40x16 --csv kernels.csv
 
@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import flash_inside
 from flash_inside.benchmarks.arguments import check_files, default_grid, find_device, positive
-from flash_inside.benchmarks.inside import GRID_WITHOUT_GPU, Size, machine, make_inputs, parse_grid
+from flash_inside.benchmarks.inside import GRID_WITHOUT_GPU, Size, errors_of, is_right, machine, make_inputs, parse_grid
 from flash_inside.benchmarks.results import Results, Row, out_of_memory
 from flash_inside.rules import Rules
 
@@ -43,30 +43,34 @@ def main(argv: list[str] | None = None) -> int:
     device = find_device(parser, arguments.device)
     check_files(parser, [arguments.csv])
     on_gpu = device.type == "cuda"
-    results = Results(FIELDS, arguments.csv)
+    results, backend, wrong = Results(FIELDS, arguments.csv), "triton" if on_gpu else "torch", False
     for size in arguments.grid or parse_grid(default_grid(on_gpu, "--grid", GRID, GRID_WITHOUT_GPU)):
+        name = "x".join(map(str, size))
         try:
-            rows = _rows(size, arguments.precision, device, arguments.passes)
+            if not is_right(backend, arguments.precision, *errors_of(backend, size, arguments.precision, device)):
+                print(f"{name}: WRONG", flush=True)
+                wrong = True
+                continue
+            rows = _rows(size, arguments.precision, device, backend, arguments.passes)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            print(f"{'x'.join(map(str, size))}: out of memory", flush=True)
+            print(f"{name}: out of memory", flush=True)
             continue
         results.add(*rows)
-        print(f"{'x'.join(map(str, size))}: {sum(row['ms'] for row in rows):.2f} ms a pass, watched by a profiler")
+        print(f"{name}: {sum(row['ms'] for row in rows):.2f} ms a pass, watched by a profiler")
         for row in rows:
             print(f"{row['ms']:10.3f} ms {row['calls']:8.1f} calls  {row['kernel']}", flush=True)
-    return 0 if results.rows else 1
+    return 1 if wrong or not results.rows else 0
 
 
-def _rows(size: Size, precision: str, device: torch.device, passes: int) -> list[Row]:
+def _rows(size: Size, precision: str, device: torch.device, backend: str, passes: int) -> list[Row]:
     on_gpu = device.type == "cuda"
     inputs = make_inputs(size, precision, device)
 
     def one_pass() -> None:
         for tensor in inputs:
             tensor.grad = None
-        backend = "triton" if on_gpu else "torch"
         log_z, _ = flash_inside.inside_unchecked(Rules(*inputs[:3]), inputs[3], size.lengths, precision, backend)
         log_z.sum().backward()
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from flash_inside.benchmarks.arguments import check_files, default_grid, find_device, not_negative
 from flash_inside.benchmarks.inside import machine, milliseconds
-from flash_inside.benchmarks.results import Results, Row, check_memory, out_of_memory
+from flash_inside.benchmarks.results import Results, Row, out_of_memory
+from flash_inside.memory import check_memory
 from flash_inside.softmax import log_normalizers
 
 GRID, GRID_WITHOUT_GPU = "16384x10000x512,65536x65536x512", "1024x10000x256"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,22 +32,6 @@ class Results:
                 writer.writerows(self.rows)
         if self._plot:
             self._plot.write_text(self._draw(self.rows))
-
-
-def check_memory(needed: float, device: torch.device) -> None:
-    """MemoryError if the device, or for a CPU the machine, does not have so many bytes at all.
-
-    To be asked before anything is made: a host may promise memory it does not have, and then kill who uses it.
-    """
-    if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
-    else:
-        try:
-            there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (AttributeError, OSError, ValueError):  # the system does not tell
-            return
-    if needed > there:
-        raise MemoryError(f"{needed / 2**30:,.1f} GiB are needed, and there are {there / 2**30:,.1f}")
 
 
 def out_of_memory(problem: BaseException) -> bool:
