@@ -38,7 +38,7 @@ def inside(
 ) -> Result:
     """Log marginals in the caller's order. The gradient of a sentence that is not trusted is zero.
 
-    Give a layout to get the posterior of its rows. Without one a CUDA graph may be used, and the posterior is empty.
+    Give a layout to get the posterior of its rows. Without one the posterior is empty, and a CUDA graph may be used.
     of_rules: memory for the gradients of left and right, if it is of their types.
     rules_stay: later calls will have rules in the same memory.
     """
@@ -95,10 +95,10 @@ class _TritonInside(torch.autograd.Function):
                     ctx.held = held
                     ctx.save_for_backward(root, left, right)
             else:
-                layout = layout or Layout(lengths)
+                with_posterior, layout = layout is not None, layout or Layout(lengths)
                 short = Precise.short_sentences(layout, most_words_of_precise(storage))
                 tables = Tables.of(layout, short, device)
-                chart = Chart.allocate(layout, short, n, p, storage, _allocator(device))
+                chart = Chart.allocate(layout, short, n, p, storage, _allocator(device), with_posterior)
                 weights = Weights(left, right, storage)
                 chart.compute(weights, root.float().contiguous(), emissions.contiguous(), layout, tables)
                 results = chart.log_z, chart.trusted.bool(), chart.posterior

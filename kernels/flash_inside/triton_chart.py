@@ -25,6 +25,9 @@ from flash_inside.scaled import matmul_precision
 #: rule gradients, sums of D times values of up to 2^40, must not leave the range of fp32 either.
 LARGEST_TRUSTED_D = 1e23
 
+#: Programs that look through the derivatives of a sentence's spans of one width.
+PARTS_OF_WIDTH = 4
+
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
@@ -230,7 +233,7 @@ class Chart:
     usable: Tensor  # [B] int8: has derivatives
     log_z: Tensor  # [B] fp32, caller's order
     trusted: Tensor  # [B] int8, caller's order
-    posterior: Tensor  # [rows] fp32
+    posterior: Tensor  # [rows] fp32, or empty if it is not wanted
     # Only used during the pass:
     children: Tensor  # like d_children: eta | zeta
     d_beta: Tensor  # [rows below the longest width - words, N] storage type
@@ -239,7 +242,7 @@ class Chart:
     unscaled: Tensor  # [spans of two words, N] fp32: a width's rows before the division
     block_largest: Tensor  # [spans of two words, blocks] fp32
     largest: Tensor  # [rows below the longest width, blocks] fp32: largest |D|
-    largest_of_width: Tensor  # [widths, B] fp32
+    largest_of_width: Tensor  # [widths, parts, B] fp32
     # What rounding left of the rows of precise sentences, laid out as `precise` says:
     leaves_rest: Tensor
     beta_rest: Tensor
@@ -251,8 +254,9 @@ class Chart:
 
     @classmethod
     def allocate(
-        cls, layout: Layout, precise: Precise, n: int, p: int, storage: torch.dtype, allocate: Allocate
-    ) -> Chart:
+        cls, layout: Layout, precise: Precise, n: int, p: int, storage: torch.dtype, allocate: Allocate,
+        with_posterior: bool = False,
+    ) -> Chart:  # fmt: skip
         sentences, words, rows, longest = len(layout.lengths), layout.words, layout.rows, layout.longest
         below_longest = int(layout.offset[longest])
         two_words = int(layout.offset[3] - layout.offset[2]) if longest > 1 else 0
@@ -266,7 +270,7 @@ class Chart:
             usable=allocate((sentences,), torch.int8),
             log_z=allocate((sentences,), single),
             trusted=allocate((sentences,), torch.int8),
-            posterior=allocate((rows,), single),
+            posterior=allocate((rows if with_posterior else 0,), single),
             children=allocate((below_longest, 2 * n), storage),
             d_beta=allocate((max(below_longest - words, 0), n), storage),
             scale=allocate((rows,), torch.float64),
@@ -274,7 +278,7 @@ class Chart:
             unscaled=allocate((two_words if split_blocks > 1 else 0, n), single),
             block_largest=allocate((two_words, split_blocks), single),
             largest=allocate((below_longest, outside_blocks(n).count(n)), single),
-            largest_of_width=allocate((longest, sentences), single),
+            largest_of_width=allocate((longest, PARTS_OF_WIDTH, sentences), single),
             leaves_rest=allocate((precise.words, p), storage),
             beta_rest=allocate((precise.rows - precise.words, n), storage),
             children_rest=allocate((precise.rows, 2 * n), storage),
@@ -366,19 +370,21 @@ class Chart:
                 weights.from_children(self.d_children[here], target, slice(0, n))
 
     def _judge(self, one_word: bool, layout: Layout, tables: Tables) -> None:
-        """Posteriors, log Z, and which sentences can be believed; the others lose their derivatives."""
+        """Posteriors if wanted, log Z, and which sentences can be believed; the others lose their derivatives."""
         n, longest, sentences = self.beta.shape[1], layout.longest, len(layout.lengths)
+        with_posterior = self.posterior.shape[0] > 0
         count = outside_blocks(n).count(n)
-        gradient_kernels.posterior_kernel[(longest, sentences)](
+        gradient_kernels.posterior_kernel[(longest, PARTS_OF_WIDTH, sentences)](
             self.beta, self.d_beta, self.largest, self.row_largest, self.scale, self.posterior, self.largest_of_width,
-            *tables.position, layout.words, n, count, BLOCK=row_block(n), BLOCKS=triton.next_power_of_2(count),
+            *tables.position, layout.words, n, count, POSTERIOR=with_posterior, PARTS=PARTS_OF_WIDTH,
+            BLOCK=row_block(n), BLOCKS=triton.next_power_of_2(count),
         )  # fmt: skip
         gradient_kernels.verdict_kernel[(sentences,)](
             self.top_sum, self.scale, self.largest_of_width, self.log_z, self.trusted, self.usable, tables.offset,
             tables.prefix, tables.lengths, tables.order, self.row_largest, LARGEST_TRUSTED_D,
-            ONE_WORD=one_word, BLOCK=64,
+            ONE_WORD=one_word, PARTS=PARTS_OF_WIDTH, BLOCK=64,
         )  # fmt: skip
         gradient_kernels.clear_kernel[(longest, sentences)](
             self.d_children, self.usable, self.posterior, tables.offset, tables.prefix, tables.capacity, n,
-            BLOCK=row_block(2 * n),
+            POSTERIOR=with_posterior, BLOCK=row_block(2 * n),
         )  # fmt: skip

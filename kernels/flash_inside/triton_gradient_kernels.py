@@ -21,7 +21,7 @@ def posterior_kernel(
     row_largest,  # [rows] the divisor of beta~
     scale,  # [rows]
     posterior,  # [rows] fp32
-    largest_of_width,  # [widths, sentences] fp32
+    largest_of_width,  # [widths, parts, sentences] fp32
     offset,
     prefix,
     capacity,
@@ -29,20 +29,23 @@ def posterior_kernel(
     words,
     n,
     blocks,
+    POSTERIOR: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Posterior of every span = beta~ . D_beta, and the largest |D| of a sentence's width. Grid: (widths, sentences).
+    """The largest |D| of a sentence's width, and if wanted the posterior of every span = beta~ . D_beta.
 
+    Grid: (widths, parts, sentences); part r of a width has the spans from words r, r + PARTS, ... on.
     A value of the undivided row lost below 1e-38 has D_beta / divisor as derivative, so that counts as stored too.
     """
-    width, b = tl.program_id(0) + 1, tl.program_id(1)
+    width, part, b = tl.program_id(0) + 1, tl.program_id(1), tl.program_id(2)
     prefix_b = tl.load(prefix + b)
     length = tl.load(lengths + b).to(tl.int32)
     room = tl.load(capacity + b).to(tl.int32)
     columns, numbers = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
     overall = tl.full([], 0.0, tl.float32)
-    for i in range(room - width + 1):
+    for i in range(part, room - width + 1, PARTS):
         row = row_of(offset, prefix_b, b, width, i)
         probability = tl.full([], 0.0, tl.float32)
         if i + width <= length:
@@ -58,22 +61,24 @@ def posterior_kernel(
                     in_row = first + columns < n
                     at = (row - words) * n + first + columns
                     d = tl.load(d_beta + at, mask=in_row, other=0.0).to(tl.float32)
-                    total += tl.load(beta + at, mask=in_row, other=0.0).to(tl.float32) * d
+                    if POSTERIOR:
+                        total += tl.load(beta + at, mask=in_row, other=0.0).to(tl.float32) * d
                     running = tl.maximum(running, nan_to_inf(tl.abs(d)))
                 probability += tl.sum(total, 0)
                 overall = tl.maximum(overall, tl.max(running, 0) / tl.load(row_largest + row))
             if width < length:
                 blockwise = tl.load(largest + row * blocks + numbers, mask=numbers < blocks, other=0.0)
                 overall = tl.maximum(overall, tl.max(blockwise, 0))
-        tl.store(posterior + row, probability)
-    tl.store(largest_of_width + (width - 1) * tl.num_programs(1) + b, overall)
+        if POSTERIOR:
+            tl.store(posterior + row, probability)
+    tl.store(largest_of_width + ((width - 1) * PARTS + part) * tl.num_programs(2) + b, overall)
 
 
 @triton.jit
 def verdict_kernel(
     top_sum,  # [sentences]
     scale,  # [rows]
-    largest_of_width,  # [widths, sentences]
+    largest_of_width,  # [widths, parts, sentences]
     log_z,  # [sentences] fp32, caller's order
     trusted,  # [sentences] int8, caller's order
     usable,  # [sentences] int8, sorted: trusted and possible, so it has derivatives
@@ -84,6 +89,7 @@ def verdict_kernel(
     row_largest,  # [rows]
     limit,  # of |D|
     ONE_WORD: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """log Z, and whether it can be believed (see `trusted` in scaled.py). Grid: (sentences,)."""
@@ -93,10 +99,12 @@ def verdict_kernel(
     numbers = tl.arange(0, BLOCK)
     overall = tl.full([], 0.0, tl.float32)
     impossible_words = tl.full([], 0, tl.int32)
+    for first in range(0, length * PARTS, BLOCK):
+        at = first + numbers
+        of_width = tl.load(largest_of_width + at * tl.num_programs(0) + b, mask=at < length * PARTS, other=0.0)
+        overall = tl.maximum(overall, tl.max(of_width, 0))
     for first in range(0, length, BLOCK):
         at = first + numbers
-        of_width = tl.load(largest_of_width + at * tl.num_programs(0) + b, mask=at < length, other=0.0)
-        overall = tl.maximum(overall, tl.max(of_width, 0))
         word_scale = tl.load(scale + prefix_b + at, mask=at < length, other=0.0)
         impossible_words += tl.sum((word_scale == float("-inf")).to(tl.int32), 0)
     total = tl.load(top_sum + b)
@@ -119,7 +127,9 @@ def verdict_kernel(
 
 
 @triton.jit
-def clear_kernel(d_children, usable, posterior, offset, prefix, capacity, n, BLOCK: tl.constexpr):
+def clear_kernel(
+    d_children, usable, posterior, offset, prefix, capacity, n, POSTERIOR: tl.constexpr, BLOCK: tl.constexpr
+):
     """Zero D and posterior of sentences without derivatives, as 0 x inf is NaN. Grid: (widths, sentences)."""
     width, b = tl.program_id(0) + 1, tl.program_id(1)
     if tl.load(usable + b) != 0:
@@ -129,7 +139,8 @@ def clear_kernel(d_children, usable, posterior, offset, prefix, capacity, n, BLO
     columns = tl.arange(0, BLOCK)
     for i in range(room - width + 1):
         row = row_of(offset, prefix_b, b, width, i)
-        tl.store(posterior + row, 0.0)
+        if POSTERIOR:
+            tl.store(posterior + row, 0.0)
         if width < tl.num_programs(0):  # the widest rows have no D
             for first in range(0, 2 * n, BLOCK):
                 zeros = tl.zeros([BLOCK], tl.float32).to(d_children.dtype.element_ty)
