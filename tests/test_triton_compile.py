@@ -48,8 +48,9 @@ TRAINING_SIZES = [(2**k, 2 ** (k + 1), precision) for k in range(5, 16) for prec
 #: Triton compiles an integer that is 1, one that 16 divides, and any other one differently. So: one, two and sixteen
 #: sentences, with each number of words of these three kinds that they can have.
 BATCHES = [[1], [9], [16], [8, 2], [8, 8], [3, *[2] * 15], [2] * 16]
-#: Best trees take more rows at a time from 65 rows of a width on; here of the words and of their pairs.
-VITERBI_BATCHES = [[3], [3] * 16, [3] * 35, [3] * 48]
+#: Widths with many spans, whose splits programs take one by one; with what rounding left, and without.
+LARGE_BATCHES = [[12] * 128, [17] * 80]
+VITERBI_BATCHES = [[3], [3] * 16]
 #: For every size of a block: words that 16 divides or not (rows of logits are padded to a multiple of 16)
 VOCABULARIES = (99, 112, 199, 208, 499, 512, 999, 1008, 1999, 2000, 9999, 10000)
 
@@ -109,11 +110,11 @@ def launch_inside(n, p, precision, lengths, root_type=None):
     from flash_inside import triton_backend
 
     rules_type = torch.bfloat16 if precision == "bf16" else torch.float32
-    for root_size in (n + p, n):
+    for root_size, layout in ((n + p, Layout(lengths)), (n, None)):  # and with and without posteriors
         root = without_memory(root_size, dtype=root_type or rules_type)
         left, right = (without_memory(n, n + p, dtype=rules_type) for _ in range(2))
         emissions = without_memory(sum(lengths), p)
-        result = triton_backend.inside(Rules(root, left, right), emissions, lengths, precision, Layout(lengths))
+        result = triton_backend.inside(Rules(root, left, right), emissions, lengths, precision, layout)
         torch.autograd.grad(result.log_z.sum(), (root, left, right, emissions))
 
 
@@ -152,6 +153,9 @@ def launches():
                         launch_inside(n, p, precision, lengths, root_type=torch.float64)
                 for n, p, precision in SIZES:
                     launch_inside(n, p, precision, [8, 2])
+        for n, p, precision in TRAINING_SIZES:
+            for lengths in LARGE_BATCHES:
+                launch_inside(n, p, precision, lengths, root_type=torch.float64)
         for n, p, _ in TRAINING_SIZES[::2]:
             launch_softmaxes(n, p)
             for lengths in VITERBI_BATCHES:

@@ -74,10 +74,13 @@ class _Chart:
         layout, n = self.layout, self.n
         scores, nodes = self._tops()
         trees: list[Tree] = [[] for _ in layout.order]
+        leaves = [nodes[:0]]
         while nodes.size:  # one level of all trees at a time; columns: sorted sentence, start, end, label
             for b, start, end, label in nodes.tolist():
                 trees[b].append((start, end, label))
-            inner = nodes[nodes[:, 2] - nodes[:, 1] > 1]
+            is_leaf = nodes[:, 2] - nodes[:, 1] == 1
+            leaves.append(nodes[is_leaf])
+            inner = nodes[~is_leaf]
             if not len(inner):
                 break
             b, start, end, label = inner.T
@@ -88,11 +91,9 @@ class _Chart:
                 np.add.at(scores, b, log_rule)
                 sides.append(np.stack((b, first, last, child), 1))
             nodes = np.concatenate(sides)
-        words = self.leaves.double()
-        for b, tree in enumerate(trees):
-            for start, end, label in tree:
-                if end == start + 1:
-                    scores[b] += words[int(layout.prefix[b]) + start, label - n].item()
+        b, start, _, label = np.concatenate(leaves).T
+        row, column = (torch.from_numpy(index).to(self.device) for index in (layout.prefix[b] + start, label - n))
+        np.add.at(scores, b, self.leaves[row, column].double().cpu().numpy())
         results: list[tuple[float, Tree]] = [(float("-inf"), [])] * len(trees)
         for b, sentence in enumerate(layout.order):
             if trees[b]:

@@ -96,6 +96,24 @@ def outside_blocks(n: int) -> Blocks:
     return Blocks(columns, max(1, min(8, 1024 // columns)), 4 if columns > 128 else 2)
 
 
+#: Fewer programs than that leave memory idle while each waits for one split after the other: they take some at a time.
+FEW_PROGRAMS, SPLITS_OF_FEW = 1024, 4
+
+
+class Launchers:
+    """A Launcher of a kernel over [SPLITS, BLOCK] for widths with many spans, and one for those with few."""
+
+    def __init__(self, kernel: Any, warps: int, **constants: int | bool):
+        splits = constants["SPLITS"]
+        self.many = self.few = Launcher(kernel, warps, **constants)
+        if splits < SPLITS_OF_FEW:
+            self.few = Launcher(kernel, warps, **constants | {"SPLITS": SPLITS_OF_FEW})
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Tensor | int) -> None:
+        launch = self.few if grid[0] * grid[1] * grid[2] < FEW_PROGRAMS else self.many
+        launch(grid, *arguments)
+
+
 def row_block(columns: int) -> int:
     """Block of a kernel that walks along one row."""
     return max(16, min(1024, triton.next_power_of_2(columns)))
@@ -304,12 +322,15 @@ class Chart:
             emissions, tables.word_of_leaf, self.leaves, self.leaves_rest, self.scale, p, precise.words_before,
             PRECISE=any_precise, BLOCK=row_block(p),
         )  # fmt: skip
+        unite = Launcher(kernels.unite_kernel, 4, BLOCK=1024)
         if longest > 1:
-            self._to_children(weights, 1, layout, slice(n, None))
+            self._to_children(weights, 1, layout, slice(n, None), unite)
         blocks = split_sum_blocks(n)
         count = blocks.count(n)
-        constants = {"BLOCK": blocks.columns, "SPLITS": blocks.splits, "SCALES": 64, "ONE_BLOCK": count == 1}
-        split_sum = Launcher(kernels.split_sum_kernel, blocks.warps, PRECISE=any_precise, **constants)
+        split_sum = Launchers(
+            kernels.split_sum_kernel, blocks.warps, PRECISE=any_precise, BLOCK=blocks.columns, SPLITS=blocks.splits,
+            SCALES=64, ONE_BLOCK=count == 1,
+        )  # fmt: skip
         blocks_there = triton.next_power_of_2(count)
         normalise = Launcher(kernels.normalise_kernel, 4, PRECISE=any_precise, BLOCK=1024, BLOCKS=blocks_there)
         for width in range(2, longest + 1):
@@ -328,14 +349,14 @@ class Chart:
                     here.start, words, n, count, spans - (rest.stop - rest.start), rest.start - precise.words,
                 )  # fmt: skip
             if width < longest:
-                self._to_children(weights, width, layout, slice(0, n))
+                self._to_children(weights, width, layout, slice(0, n), unite)
         kernels.top_kernel[(len(layout.lengths),)](
             self.beta, self.leaves, self.beta_rest, self.leaves_rest, root, self.top_sum, tables.offset, tables.prefix,
             tables.lengths, tables.offset_rest, words, precise.first, precise.words_before, n, p,
             ONE_WORD=root.shape[0] > n, PRECISE=any_precise, BLOCK=row_block(n),
         )  # fmt: skip
 
-    def _to_children(self, weights: Weights, width: int, layout: Layout, columns: slice) -> None:
+    def _to_children(self, weights: Weights, width: int, layout: Layout, columns: slice, unite: Launcher) -> None:
         """eta | zeta of a width, and their rests: one product for all, so that the rules are read once."""
         here, rest = layout.span_rows(width), self.precise.span_rows(width)
         rows = _rows_of_width(self.leaves, self.beta, here, layout.words)
@@ -348,16 +369,16 @@ class Chart:
         factors, products = self.factors[: all_rows * rows.shape[1]].view(all_rows, -1), self.products[:all_rows]
         torch.cat((rows, rests), out=factors)
         weights.to_children(factors, products, columns)
-        of_precise = products[count - precise_count : count]
-        of_precise += products[count:]
-        self.children[here] = products[:count]
-        torch.sub(of_precise, self.children[here.stop - precise_count : here.stop], out=self.children_rest[rest])
+        unite(
+            (count, triton.cdiv(2 * weights.n, 1024), 1), products, self.children, self.children_rest, here.start,
+            rest.start, count, count - precise_count, weights.n,
+        )  # fmt: skip
 
     def _outside(self, weights: Weights, root: Tensor, layout: Layout, tables: Tables) -> None:
         """Derivatives for an incoming gradient of 1 a sentence, from the widest spans down."""
         n, words, longest = weights.n, layout.words, layout.longest
         blocks = outside_blocks(n)
-        outside = Launcher(kernels.outside_kernel, blocks.warps, BLOCK=blocks.columns, SPLITS=blocks.splits)
+        outside = Launchers(kernels.outside_kernel, blocks.warps, BLOCK=blocks.columns, SPLITS=blocks.splits)
         for width in range(longest - 1, 0, -1):
             here = layout.span_rows(width)
             outside(

@@ -34,14 +34,14 @@ LARGEST_N_OF_GRADIENT_GRAPH = 2048
 #: Up to here a graph has its own copy of the rules, and serves any; beyond, it is tied to the memory they lie in (and
 #: from LARGEST_LAUNCH_BOUND_N on where the caller says that they stay there).
 LARGEST_N_OF_COPIED_RULES = 4096
-#: Beyond this many nonterminals, no graph for a chart of more rows than that: the products hide the launches, and an
-#: arena would cost memory while the gradients are computed.
-LARGEST_N_OF_LARGE_CHARTS, MOST_ROWS_BEYOND = 4096, 4096
+#: Beyond this many nonterminals, no graph for a chart of more rows than that: the products hide most of the launches,
+#: and an arena keeps its memory.
+LARGEST_N_OF_LARGE_CHARTS, MOST_ROWS_BEYOND = 4096, 24576
 #: A graph keeps what rounding left of all its sentences or of none: beyond LARGEST_LAUNCH_BOUND_N, no graph for a
 #: batch that has a short sentence and one of more words than these.
 MOST_WORDS_OF_PRECISE = 24
 MOST_GRAPHS = 64
-GROWTH = 1 << 28  # bytes of arena: larger and larger batches make it grow, not each of them
+GROWTH = 1 << 24  # bytes of arena, at least, that larger batches make it grow by
 MOST_TABLES = 64  # of a graph: batches of one length come again and again
 
 
@@ -296,7 +296,7 @@ class _Counter:
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self.used = _round_up(self.used + int(np.prod(shape)) * dtype.itemsize, Arena.ALIGNMENT)
         self.largest = max(self.largest, self.used)
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _layout(bucket: Bucket) -> tuple[Layout, Precise]:
@@ -312,7 +312,6 @@ def _memory(
     root = arena.allocate((bucket.root_size,), torch.float32)
     d_log_z = arena.allocate((bucket.sentences,), torch.float32)
     root_type, rule_type, emission_type = bucket.types
-    emissions = arena.allocate((layout.words, p), emission_type)
     joint = arena.allocate((2 * n, n + p), storage) if bucket.rules_at is None else None
     ends: list[int] = []
 
@@ -322,6 +321,12 @@ def _memory(
         return tensor
 
     chart = Chart.allocate(layout, precise, n, p, storage, allocate)
+    # Read before the first derivative is written: in the same memory, if there is room.
+    size = layout.words * p * emission_type.itemsize
+    if size <= chart.d_children.nbytes:
+        emissions = chart.d_children.view(-1).view(torch.uint8)[:size].view(emission_type).view(layout.words, p)
+    else:
+        emissions = arena.allocate((layout.words, p), emission_type)
     gradient_start = ends[RESULTS - 1]
     if isinstance(arena, _Counter):
         arena.used = gradient_start

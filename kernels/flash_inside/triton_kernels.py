@@ -239,6 +239,29 @@ def normalise_kernel(
         tl.store(scale + row, tl.where(largest > 0, log_scale + tl.log(divisor.to(tl.float64)), float("-inf")))
 
 
+@triton.jit(do_not_specialize=["first_row", "first_rest", "rows", "first_precise"])
+def unite_kernel(
+    products,  # [rows + precise rows, 2N] fp32: of the rows of a width, and of the rests of the last ones
+    children,
+    children_rest,
+    first_row,  # of children
+    first_rest,  # of children_rest
+    rows,
+    first_precise,  # row of products
+    n,
+    BLOCK: tl.constexpr,
+):
+    """eta | zeta of a width, rounded, and what that leaves of the precise rows. Grid: (rows, blocks of 2N)."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_row = columns < 2 * n
+    values = tl.load(products + row * (2 * n) + columns, mask=in_row, other=0.0)
+    if row >= first_precise:
+        precise = row - first_precise
+        values += tl.load(products + (rows + precise) * (2 * n) + columns, mask=in_row, other=0.0)
+        store_rest(children_rest + (first_rest + precise) * (2 * n) + columns, values, in_row)
+    tl.store(children + (first_row + row) * (2 * n) + columns, values.to(children.dtype.element_ty), mask=in_row)
+
+
 @triton.jit(do_not_specialize=["words", "first_precise", "words_before"])
 def top_kernel(
     beta,

@@ -12,52 +12,59 @@ from flash_inside.packing import Layout
 from flash_inside.triton_chart import Launcher, Precise, Tables, check_sentences, row_block
 from flash_inside.triton_kernels import row_of
 
+#: A program's block of the result, and how many of its terms are on their way at a time.
+ROWS, COLUMNS, STEPS = 16, 128, 4
+
 
 @triton.jit(do_not_specialize=["rows"])
 def max_plus_kernel(
-    values,  # [rows, K]
+    values,  # [K, room]: its columns are the rows of the result
     weight,  # [K, A]
     out,  # [rows, A]
     rows,
+    room,
     k,
     a,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """out[r, a] = max_k values[r, k] + weight[k, a]. Grid: (blocks of A, blocks of rows).
+    """out[r, a] = max_k values[k, r] + weight[k, a]. Grid: (blocks of A, blocks of rows).
 
     No tensor core computes this: a block of the result stays in registers, and each step adds one row of the weights
-    to one column of the values (neighbouring columns share a cache line).
+    to one row of the values. These are the same for all threads of a warp, which has ROWS x 4 results a thread.
     """
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    in_rows, in_columns = row < rows, column < a
+    in_columns = column < a
     best = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
-    value, addend = values + row * k, weight + column  # moved along, so that no product of indices can overflow
+    value, addend = values + row, weight + column  # moved along, so that no product of indices can overflow
     for _ in range(0, k - STEPS + 1, STEPS):
         for _ in tl.static_range(STEPS):
-            one = tl.load(value, mask=in_rows, other=float("-inf"))
+            one = tl.load(value)
             other = tl.load(addend, mask=in_columns, other=float("-inf"))
             best = tl.maximum(best, one[:, None] + other[None, :])
-            value += 1
+            value += room
             addend += a
     for _ in range(k // STEPS * STEPS, k):
-        one = tl.load(value, mask=in_rows, other=float("-inf"))
+        one = tl.load(value)
         other = tl.load(addend, mask=in_columns, other=float("-inf"))
         best = tl.maximum(best, one[:, None] + other[None, :])
-        value += 1
+        value += room
         addend += a
-    tl.store(out + row[:, None] * a + column[None, :], best, mask=in_rows[:, None] & in_columns[None, :])
+    at = out + row.to(tl.int64)[:, None] * a + column[None, :]
+    tl.store(at, best, mask=(row < rows)[:, None] & in_columns[None, :])
 
 
 def max_plus(values: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out[r, a] = max_k values[r, k] + weight[k, a]: [R, K], [K, A] -> [R, A]."""
     rows, k = values.shape
     a = weight.shape[1]
-    block = 16 if rows <= 64 else 32
-    columns = min(128, max(16, triton.next_power_of_2(a)))
-    max_plus_kernel[(triton.cdiv(a, columns), triton.cdiv(rows, block))](
-        values, weight, out, rows, k, a, ROWS=block, COLUMNS=columns, STEPS=4
+    room = triton.cdiv(rows, ROWS) * ROWS
+    by_step = values.new_empty(k, room)  # what is beyond the rows comes to nothing
+    by_step[:, :rows] = values.T
+    max_plus_kernel[(triton.cdiv(a, COLUMNS), room // ROWS)](
+        by_step, weight, out, rows, room, k, a, ROWS=ROWS, COLUMNS=COLUMNS, STEPS=STEPS, num_warps=1
     )
 
 
