@@ -104,6 +104,17 @@ def test_sizes_that_change_are_not_captured(tmp_path, emulated):
     assert trainer._captured is None
 
 
+@pytest.mark.parametrize(("state_dropout", "captured"), [(0.5, True), (0.0, False)])
+def test_a_large_grammar_is_captured_if_its_steps_are_not_large(
+    tmp_path, emulated, monkeypatch, state_dropout, captured
+):
+    monkeypatch.setattr("lm_pcfg.training.steps.LARGEST_N", 200)
+    model = {"nonterminals": 300, "preterminals": 600, "state_dropout": state_dropout}
+    trainer = emulated(write_config(tmp_path, **merged(BASE, {"model": model})), captures=True)
+    losses_of(trainer, 6)
+    assert (trainer._captured is not None) == captured
+
+
 def test_a_capture_that_fails_leaves_no_trace(tmp_path, emulated, monkeypatch, capsys):
     config = write_config(tmp_path, **BASE)
     launched = emulated(config, captures=False)

@@ -21,7 +21,8 @@ from lm_pcfg.training.learner import Learner, Update
 
 #: Computes a grammar, as the module of the networks does.
 Model = Callable[..., Grammar]
-#: Larger grammars hide the launches, and the graphs' own memory (gradients of the rules, logits) would be gigabytes.
+#: Nonterminals of a step. More hide the launches, and the graphs' own memory (gradients of the rules, logits) would be
+#: gigabytes.
 LARGEST_N = 8192
 
 

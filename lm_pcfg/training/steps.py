@@ -59,12 +59,7 @@ class Steps:
         self.learner = make_learner(model, settings.optimizer, engine)
         self.computation = training_computation(settings, engine)
         #: Whether the networks' passes may become CUDA graphs.
-        self.captures = (
-            settings.networks.cuda_graphs
-            and self.learner.reads_late
-            and engine.device.type == "cuda"
-            and settings.model.nonterminals <= LARGEST_N
-        )
+        self.captures = settings.networks.cuda_graphs and self.learner.reads_late and engine.device.type == "cuda"
         self._captured: CapturedNetworks | None = None
         #: Of the grammar in the last steps, and how many they are.
         self._size: tuple[int, ...] | None = None
@@ -156,10 +151,13 @@ class Steps:
         rates = model.embedding_dropout, model.feature_dropout, model.rule_dropout
         return kept, FeatureDropout.of_step(*rates, seed=seed, step=step)
 
+    def _nonterminals(self, kept: Kept | None) -> int:
+        """That take part in a step."""
+        return self.settings.model.nonterminals if kept is None else len(kept.nonterminals)
+
     def _grammar(self, kept: Kept | None, dropout: FeatureDropout, model: Model | None = None) -> Grammar:
         """All processes take part, unless it is computed by the model itself instead of what the engine made of it."""
-        nonterminals = self.settings.model.nonterminals if kept is None else len(kept.nonterminals)
-        rules = rules_type(self.settings.inside.precision, nonterminals)
+        rules = rules_type(self.settings.inside.precision, self._nonterminals(kept))
         return (model or self.learner.model)(kept, self.computation._replace(dropout=dropout, rules=rules))
 
     def _captured_networks(self, kept: Kept | None, dropout: FeatureDropout) -> CapturedNetworks | None:
@@ -170,6 +168,8 @@ class Steps:
         self._alike += 1
         sizes_change = kept is not None and self.settings.model.state_dropout_until is not None
         if not self.captures or sizes_change or self._alike <= STEPS_BEFORE_CAPTURE:
+            return None
+        if self._nonterminals(kept) > LARGEST_N:
             return None
         if self._captured is None:
             torch.cuda.empty_cache()  # a capture cannot use memory that others have freed
