@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import csv
 import re
+import time
 
 import pytest
+import torch
 import typer
 
 from lm_pcfg.cli_bench import _numbers
 from lm_pcfg.errors import UserError
+from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training import step_benchmark
+from lm_pcfg.training.engine import Engine
+from lm_pcfg.training.loop import Trainer
 
 CONFIG = """
 data: {train: TEXT}
@@ -61,6 +66,35 @@ def test_a_grammar_that_does_not_fit_into_memory_gets_a_note(tmp_path, monkeypat
     monkeypatch.setattr(step_benchmark, "_timed", lambda *_: (_ for _ in ()).throw(RuntimeError("something else")))
     with pytest.raises(RuntimeError, match="something else"):
         step_benchmark.main(config, [], [4], [2], 1, None, None)
+
+
+class Mark:
+    """As an event of CUDA, on the host."""
+
+    def __init__(self, enable_timing):
+        self.at = None
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.at - self.at)
+
+
+def test_parts_of_steps_in_a_row(tmp_path, monkeypatch):
+    text, config = tmp_path / "text", tmp_path / "c.yaml"
+    text.write_text("a b c\n" * 5)
+    config.write_text(CONFIG.replace("TEXT", str(text)))
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    settings = load_settings(config, [])
+    trainer = Trainer(settings, Engine(settings), None)
+    began = time.perf_counter()
+    parts = step_benchmark._parts_on_device(trainer, 3)
+    seconds = time.perf_counter() - began
+    assert parts.keys() == {f"{part}_on_device_ms" for part in ("grammar", "inside", "update")}
+    assert all(part > 0 for part in parts.values())
+    assert 3 * sum(parts.values()) < 1e3 * seconds
 
 
 def test_memory_that_is_not_told_is_left_open(tmp_path, monkeypatch, capsys):

@@ -9,6 +9,10 @@ end of every part:
     backward    from there to the parameters, through normalisers, softmaxes and networks
     optimizer   clipping, the update, the moving average
 
+On a GPU a third time: many steps in a row as in the first, with marks on the device between
+
+    grammar     networks and emission          inside          update      backward, optimizer
+
 A sentence that left the range of the number format is computed again, which takes long: `recomputed` of the first
 measurement are such.
 
@@ -29,6 +33,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -48,9 +53,12 @@ from lm_pcfg.training.step_plot import draw
 from lm_pcfg.training.steps import STEPS_BEFORE_CAPTURE
 
 PARTS = ("networks", "emission", "inside", "backward", "optimizer")
+#: What of them is told apart where a step's networks are two CUDA graphs; each is over when the last named is.
+PARTS_ON_DEVICE = {"grammar": "emission", "inside": "inside", "update": "optimizer"}
 FIELDS = (
     "nonterminals", "preterminals", "sentences", "state_dropout", "inside_precision", "networks_precision",
     *(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "words_per_step", "peak_gib", "recomputed",
+    *(f"{part}_on_device_ms" for part in PARTS_ON_DEVICE),
     "vocabulary", "data", "device", "torch", "date", "note",
 )  # fmt: skip
 #: What Linux tells of this process.
@@ -107,7 +115,11 @@ def main(
 def _line(row: Row) -> str:
     start = f"{row['nonterminals']:>6} {row['sentences']:>5} "
     columns = (*(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "peak_gib", "recomputed")
-    return start + (str(row["note"]) or " ".join(f"{str(row[column]) or '-':>9}" for column in columns))
+    if row["note"]:
+        return start + str(row["note"])
+    on_device = [f"{part} {row[f'{part}_on_device_ms']}" for part in PARTS_ON_DEVICE if row[f"{part}_on_device_ms"]]
+    line = start + " ".join(f"{str(row[column]) or '-':>9}" for column in columns)
+    return f"{line}\n{'':13}of a step in a row: {', '.join(on_device)} ms" if on_device else line
 
 
 def bench_steps(settings: Settings, nonterminals: list[int], sentences: list[int], steps: int) -> Iterator[Row]:
@@ -175,6 +187,7 @@ def _timed(trainer: Trainer, steps: int) -> Row:
         return {"note": f"{trainer.position.skipped} updates were not finite"}
 
     peak: Row = {"peak_gib": _peak_memory(device) if peak_is_known else ""}
+    on_device = _parts_on_device(trainer, steps) if device.type == "cuda" else {}
     clock = StepClock(device)
     trainer.stop_capturing()  # a CUDA graph has no parts
     trainer.computation = trainer.computation._replace(mark=clock.part_ended)
@@ -185,13 +198,39 @@ def _timed(trainer: Trainer, steps: int) -> Row:
         trainer.settle()
         clock.part_ended("optimizer")
     parts: Row = {f"{part}_ms": round(1e3 * clock.seconds[part] / steps, 3) for part in PARTS}
-    return parts | peak | {
+    return parts | on_device | peak | {
         "step_ms": round(1e3 * seconds / steps, 3),
         "words_per_second": round(words / seconds),
         "words_per_step": round(words / steps, 1),
         "recomputed": recomputed,
         "vocabulary": len(trainer.corpora.vocabulary),
     }  # fmt: skip
+
+
+def _parts_on_device(trainer: Trainer, steps: int) -> Row:
+    """Milliseconds between marks that the device passes: the host never waits, as in training."""
+    computation, marks = trainer.computation, dict[str, torch.cuda.Event]()
+
+    def mark(part: str) -> None:
+        marks[part] = torch.cuda.Event(enable_timing=True)
+        marks[part].record()
+
+    trainer.computation = computation._replace(mark=mark)
+    passed = []
+    for _ in range(steps):
+        batches, marks = trainer.stream.next_step(), {}
+        mark("")
+        trainer.step(batches)
+        mark("optimizer")
+        passed.append(marks)
+    trainer.settle()
+    torch.cuda.synchronize()
+    trainer.computation = computation
+    names = ["", *PARTS_ON_DEVICE.values()]
+    return {
+        f"{part}_on_device_ms": round(sum(of[begin].elapsed_time(of[end]) for of in passed) / steps, 3)
+        for part, (begin, end) in zip(PARTS_ON_DEVICE, pairwise(names), strict=True)
+    }
 
 
 def _reset_peak_memory(device: torch.device) -> bool:

@@ -105,6 +105,7 @@ class Steps:
             grammar = None
             if captured is not None:
                 leaves = captured.grammar(kept, dropout)
+                self.computation.mark("emission")
             else:
                 grammar = self._grammar(kept, dropout)
                 leaves = grammar.detached()
