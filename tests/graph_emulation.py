@@ -52,7 +52,7 @@ class EmulatedGraph:
 def capturing(state: Callable[[], list[Tensor]]) -> Callable[..., EmulatedGraph]:
     """For captured.capture. state: the tensors that outlive a step; the launches of a capture do not change them."""
 
-    def capture(launch: Callable[[], None], pool: None = None) -> EmulatedGraph:
+    def capture(launch: Callable[[], None], pool: None = None, family: str = "") -> EmulatedGraph:
         before = [tensor.detach().clone() for tensor in state()]
         with Recorder() as recorder:
             launch()

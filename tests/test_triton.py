@@ -235,7 +235,7 @@ def test_a_graphs_layout_serves_batches_that_do_not_fill_it(copied):
 
     def through_graph(rules, emissions, lengths, precision, backend):
         def find(rules, emissions, lengths, precision, storage, precise, rules_stay):
-            types = rules.root.dtype, rules.left.dtype, emissions.dtype
+            types = rules.root.dtype, rules.left.dtype, emissions.dtype, emissions.dtype
             shape, rules_at = (0, 7, 5, rules.root.shape[0]), None if copied else (0, 0)
             slots = {"sentences": 4, "words": 6, "precise": precise, "rules_at": rules_at}
             bucket = triton_graphs.Bucket(*shape, precision, storage, types, **slots)
@@ -372,7 +372,9 @@ def test_a_graph_has_room_for_the_gradients_of_fp16_rules():
     from flash_inside.triton_gradients import Wanted
 
     n, p, wide = 16, 32, torch.float32
-    bucket = triton_graphs.Bucket(0, n, p, n, "fp32", wide, (wide, torch.float16, torch.float16), 2, 2, False)
+    bucket = triton_graphs.Bucket(
+        0, n, p, n, "fp32", wide, (wide, torch.float16, torch.float16, torch.float16), 2, 2, False
+    )
     arena = triton_graphs.Arena(triton_graphs.Graph.size(bucket), torch.device(DEVICE))
     graph = triton_graphs.Graph(bucket, arena)
     root, left, right = (t.to(DEVICE) for t in random_rules(n, p, root="nonterminals", dtype=torch.float16))
@@ -459,6 +461,16 @@ def test_the_backend_is_refused_where_it_cannot_run_and_never_chosen_there():
     with pytest.raises(ValueError, match="fp32, tf32 or bf16, not fp64"):
         flash_inside.inside(rules, emissions, [3], "fp64", "triton")
     assert flash_inside.inside(rules, emissions, [3], "fp32", "auto").device.type == "cpu"
+
+
+def test_a_graph_has_room_for_gradients_wider_than_the_emissions():
+    from flash_inside import triton_graphs
+
+    rules = random_rules(3, 4, dtype=torch.float32)
+    emissions = random_emissions(4, 4, dtype=torch.bfloat16).requires_grad_()
+    emissions.grad_dtype = torch.float32
+    bucket = triton_graphs.bucket_of(rules, emissions, [2, 2], "fp32", torch.float32, False)
+    assert bucket.types[2:] == (torch.float32, torch.bfloat16)
 
 
 def test_layouts_of_graphs_and_batches_agree():

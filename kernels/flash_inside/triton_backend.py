@@ -84,7 +84,8 @@ class _TritonInside(torch.autograd.Function):
         ctx.of_rules = of_rules
         with product_precision(precision):
             graph = None
-            if layout is None:
+            # Batches without gradients, of an evaluation say, rarely come again; their graphs would crowd others out.
+            if layout is None and (any(ctx.needs_input_grad) or n <= triton_graphs.LARGEST_LAUNCH_BOUND_N):
                 rules = Rules(root, left, right)
                 precise = min(lengths) <= most_words_of_precise(storage)
                 graph = triton_graphs.find(rules, emissions, lengths, precision, storage, precise, rules_stay)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flash_inside.cuda_graphs import capture
+from flash_inside.cuda_graphs import capture, lasting_pool
 from flash_inside.packing import Layout
 from flash_inside.rules import Rules, gradient_type
 from flash_inside.triton_chart import Chart, Kept, Precise, Tables, Weights
@@ -34,9 +34,9 @@ LARGEST_N_OF_GRADIENT_GRAPH = 2048
 #: Up to here a graph has its own copy of the rules, and serves any; beyond, it is tied to the memory they lie in (and
 #: from LARGEST_LAUNCH_BOUND_N on where the caller says that they stay there).
 LARGEST_N_OF_COPIED_RULES = 4096
-#: Beyond this many nonterminals, no graph for a chart of more rows than that: the products hide most of the launches,
+#: Beyond this many nonterminals, no graph for a chart of more bytes than that: the products hide most of the launches,
 #: and an arena keeps its memory.
-LARGEST_N_OF_LARGE_CHARTS, MOST_ROWS_BEYOND = 4096, 24576
+LARGEST_N_OF_LARGE_CHARTS, MOST_BYTES_BEYOND = 4096, 1 << 31
 #: A graph keeps what rounding left of all its sentences or of none: beyond LARGEST_LAUNCH_BOUND_N, no graph for a
 #: batch that has a short sentence and one of more words than these.
 MOST_WORDS_OF_PRECISE = 24
@@ -53,7 +53,7 @@ class Bucket:
     root_size: int
     precision: str
     storage: torch.dtype
-    types: tuple[torch.dtype, torch.dtype, torch.dtype]  # of the gradients of root and rules, of emissions
+    types: tuple[torch.dtype, ...]  # of the gradients of root, rules and emissions; of the emissions
     sentences: int
     words: int  # of the longest sentence
     precise: bool  # all sentences are, or none
@@ -85,7 +85,8 @@ def bucket_of(
         return None
     rules_at = None
     if n > (LARGEST_LAUNCH_BOUND_N if rules_stay else LARGEST_N_OF_COPIED_RULES):
-        if n > LARGEST_N_OF_LARGE_CHARTS and room > MOST_ROWS_BEYOND:
+        of_chart = room * 6 * n * storage.itemsize  # beta, eta and zeta, and what is derived by them
+        if n > LARGEST_N_OF_LARGE_CHARTS and of_chart > MOST_BYTES_BEYOND:
             return None
         if not (rules.left.dtype == rules.right.dtype == storage):
             return None
@@ -93,7 +94,7 @@ def bucket_of(
             return None
         rules_at = rules.left.data_ptr(), rules.right.data_ptr()
     device, root_size = emissions.device.index or 0, rules.root.shape[0]
-    types = gradient_type(rules.root), gradient_type(rules.left), emissions.dtype
+    types = gradient_type(rules.root), gradient_type(rules.left), gradient_type(emissions), emissions.dtype
     return Bucket(device, n, rules.preterminals, root_size, precision, storage, types, slots, words, precise, rules_at)
 
 
@@ -224,7 +225,7 @@ class Replay:
             self.launch()
             return
         if self.graph is None:
-            self.graph = capture(self.launch)
+            self.graph = capture(self.launch, lasting_pool("charts"), "charts")
         self.graph.replay()
 
 
@@ -311,7 +312,7 @@ def _memory(
     n, p, storage = bucket.n, bucket.p, bucket.storage
     root = arena.allocate((bucket.root_size,), torch.float32)
     d_log_z = arena.allocate((bucket.sentences,), torch.float32)
-    root_type, rule_type, emission_type = bucket.types
+    root_type, rule_type, d_emission_type, emission_type = bucket.types
     joint = arena.allocate((2 * n, n + p), storage) if bucket.rules_at is None else None
     ends: list[int] = []
 
@@ -333,7 +334,7 @@ def _memory(
         if n <= LARGEST_N_OF_GRADIENT_GRAPH:
             for _ in ("left", "right"):
                 arena.allocate((n, n + p), computed_type(rule_type))
-            arena.allocate((layout.words, p), computed_type(emission_type))
+            arena.allocate((layout.words, p), computed_type(d_emission_type))
             arena.allocate((bucket.root_size,), computed_type(root_type))
         for shape in ((layout.words, p), (layout.rows - layout.words, n), (layout.words, p)):
             arena.allocate(shape, storage)
@@ -387,7 +388,10 @@ def find(
             del _graphs[other]
         arena = None
         _arenas.pop(bucket.device, None)
-        _arenas[bucket.device] = arena = Arena(size, emissions.device)
+        try:
+            _arenas[bucket.device] = arena = Arena(size, emissions.device)
+        except torch.OutOfMemoryError:
+            return None
     while len(_graphs) >= MOST_GRAPHS:
         _graphs.popitem(last=False)
     _graphs[bucket] = Graph(bucket, arena)

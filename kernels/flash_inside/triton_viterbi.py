@@ -29,13 +29,13 @@ def max_plus_kernel(
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """out[r, a] = max_k values[k, r] + weight[k, a]. Grid: (blocks of A, blocks of rows).
+    """out[r, a] = max_k values[k, r] + weight[k, a]. Grid: (blocks of rows, blocks of A).
 
     No tensor core computes this: a block of the result stays in registers, and each step adds one row of the weights
     to one row of the values. These are the same for all threads of a warp, which has ROWS x 4 results a thread.
     """
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = column < a
     best = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
     value, addend = values + row, weight + column  # moved along, so that no product of indices can overflow
@@ -63,7 +63,7 @@ def max_plus(values: Tensor, weight: Tensor, out: Tensor) -> None:
     room = triton.cdiv(rows, ROWS) * ROWS
     by_step = values.new_empty(k, room)  # what is beyond the rows comes to nothing
     by_step[:, :rows] = values.T
-    max_plus_kernel[(triton.cdiv(a, COLUMNS), room // ROWS)](
+    max_plus_kernel[(room // ROWS, triton.cdiv(a, COLUMNS))](
         by_step, weight, out, rows, room, k, a, ROWS=ROWS, COLUMNS=COLUMNS, STEPS=STEPS, num_warps=1
     )
 

@@ -49,7 +49,7 @@ class CapturedNetworks:
         def model(*inputs: Any) -> Grammar:
             return functional_call(learner.plain_model, weights, inputs)
 
-        self._forward = capture(lambda: made.append(compute(self.kept, self.dropout, model)))
+        self._forward = capture(lambda: made.append(compute(self.kept, self.dropout, model)), family="networks")
         grammar = made[0]
         #: What micro-batches work on and leave their gradients at.
         self.leaves = grammar.detached()
@@ -65,7 +65,7 @@ class CapturedNetworks:
             numbers.append(learner.apply_on_device(self.nll))
 
         try:
-            self._backward = capture(backward, self._forward.pool())
+            self._backward = capture(backward, self._forward.pool(), "networks")
         finally:
             for parameter in parameters:
                 parameter.grad = None  # the graph has its own

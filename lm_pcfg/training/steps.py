@@ -59,7 +59,12 @@ class Steps:
         self.learner = make_learner(model, settings.optimizer, engine)
         self.computation = training_computation(settings, engine)
         #: Whether the networks' passes may become CUDA graphs.
-        self.captures = settings.networks.cuda_graphs and self.learner.reads_late and engine.device.type == "cuda"
+        self.captures = (
+            settings.networks.cuda_graphs
+            and self.learner.reads_late
+            and engine.device.type == "cuda"
+            and settings.model.nonterminals * (1.0 - settings.model.state_dropout) <= LARGEST_N
+        )
         self._captured: CapturedNetworks | None = None
         #: Of the grammar in the last steps, and how many they are.
         self._size: tuple[int, ...] | None = None
