@@ -386,7 +386,7 @@ def test_a_graph_has_room_for_the_gradients_of_fp16_rules():
 
 
 @runs_kernels
-@pytest.mark.parametrize(("n", "lengths"), [(7, [5, 1, 8]), (33, [4])], ids=str)
+@pytest.mark.parametrize(("n", "lengths"), [(7, [5, 1, 8]), (33, [4]), (5, [4] * 25)], ids=str)
 def test_viterbi(n, lengths):
     rules = Rules(*(t.float().to(DEVICE) for t in random_rules(n, n + 4, spread=2.0)))
     emissions = random_emissions(sum(lengths), n + 4, spread=2.0, dtype=torch.float32).to(DEVICE)

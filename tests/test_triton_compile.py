@@ -50,7 +50,8 @@ TRAINING_SIZES = [(2**k, 2 ** (k + 1), precision) for k in range(5, 16) for prec
 BATCHES = [[1], [9], [16], [8, 2], [8, 8], [3, *[2] * 15], [2] * 16]
 #: Widths with many spans, whose splits programs take one by one; with what rounding left, and without.
 LARGE_BATCHES = [[12] * 128, [17] * 80]
-VITERBI_BATCHES = [[3], [3] * 16]
+#: Few rows, and many: blocks of the product differ.
+VITERBI_BATCHES = [[3], [3] * 16, [3] * 50]
 #: For every size of a block: words that 16 divides or not (rows of logits are padded to a multiple of 16)
 VOCABULARIES = (99, 112, 199, 208, 499, 512, 999, 1008, 1999, 2000, 9999, 10000)
 

@@ -13,7 +13,9 @@ from flash_inside.triton_chart import Launcher, Precise, Tables, check_sentences
 from flash_inside.triton_kernels import row_of
 
 #: A program's block of the result, and how many of its terms are on their way at a time.
-ROWS, COLUMNS, STEPS = 16, 128, 4
+COLUMNS, STEPS = 64, 4
+#: Few rows are few programs: smaller blocks make more of them.
+FEW_ROWS, ROWS_OF_FEW, ROWS_OF_MANY = 96, 4, 8
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -32,7 +34,7 @@ def max_plus_kernel(
     """out[r, a] = max_k values[k, r] + weight[k, a]. Grid: (blocks of rows, blocks of A).
 
     No tensor core computes this: a block of the result stays in registers, and each step adds one row of the weights
-    to one row of the values. These are the same for all threads of a warp, which has ROWS x 4 results a thread.
+    to one row of the values. These are the same for all threads of a warp, which has ROWS x 2 results a thread.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -60,11 +62,12 @@ def max_plus(values: Tensor, weight: Tensor, out: Tensor) -> None:
     """out[r, a] = max_k values[r, k] + weight[k, a]: [R, K], [K, A] -> [R, A]."""
     rows, k = values.shape
     a = weight.shape[1]
-    room = triton.cdiv(rows, ROWS) * ROWS
+    of_block = ROWS_OF_FEW if rows <= FEW_ROWS else ROWS_OF_MANY
+    room = triton.cdiv(rows, 16) * 16  # aligned
     by_step = values.new_empty(k, room)  # what is beyond the rows comes to nothing
     by_step[:, :rows] = values.T
-    max_plus_kernel[(room // ROWS, triton.cdiv(a, COLUMNS))](
-        by_step, weight, out, rows, room, k, a, ROWS=ROWS, COLUMNS=COLUMNS, STEPS=STEPS, num_warps=1
+    max_plus_kernel[(triton.cdiv(rows, of_block), triton.cdiv(a, COLUMNS))](
+        by_step, weight, out, rows, room, k, a, ROWS=of_block, COLUMNS=COLUMNS, STEPS=STEPS, num_warps=1
     )
 
 

