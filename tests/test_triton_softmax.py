@@ -33,7 +33,7 @@ def rows_of(rows, columns, dtype=torch.float32, scale=3.0):
     return (torch.randn(rows, columns, generator=generator) * scale).to(dtype).to(DEVICE)
 
 
-SIZES = [(1, 1), (3, 2), (2, 127), (5, 129), (2, 4096), (2, 4097), (1, 9001)]
+SIZES = [(1, 1), (3, 2), (2, 127), (5, 129), (2, 4096), (2, 4097), (1, 9001), (1, 16401)]
 
 
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
