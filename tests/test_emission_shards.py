@@ -32,7 +32,7 @@ DEALS = {
 }
 
 
-def model_of(parameterization: str = "paper") -> SimplePCFG:
+def model_of(parameterization: str) -> SimplePCFG:
     model = SimplePCFG(
         nonterminals=N,
         preterminals=P,
@@ -59,7 +59,7 @@ def coordinates(dropout: float) -> FeatureDropout:
 def dense_loss(model: SimplePCFG, kept: Kept | None, dropped: FeatureDropout) -> torch.Tensor:
     """Mean -log p with every matrix in full, and log space."""
     nonterminals, preterminals = model.symbols[:N], model.symbols[N:]
-    root_output = model.root_output
+    root_output = model.root_output if model.parameterization == "paper" else model.symbols
     if kept is not None:
         nonterminals, preterminals = nonterminals[kept.nonterminals], preterminals[kept.preterminals]
         root_output = root_output[torch.cat((kept.nonterminals, N + kept.preterminals))]
@@ -69,16 +69,18 @@ def dense_loss(model: SimplePCFG, kept: Kept | None, dropped: FeatureDropout) ->
         torch.softmax(dropped.parents(model.parent(nonterminals)) @ child(symbols, rotation(symbols)).T, 1)
         for child, rotation in ((model.left_child, model.left_rotation), (model.right_child, model.right_rotation))
     )
-    root_logits = (
-        (root_output @ model.root_network(model.start).T).squeeze(1).split([len(nonterminals), len(preterminals)])
-    )
+    start = model.root_network(model.start) if model.parameterization == "paper" else model.start
+    root_logits = (root_output @ start.T).squeeze(1).split([len(nonterminals), len(preterminals)])
     root = torch.cat(
         [
             part.softmax(0) * torch.sigmoid(sign * model.one_word)
             for part, sign in zip(root_logits, (-1, 1), strict=True)
         ]
     )
-    logits = dropped.features(model.emission_network(preterminals)) @ model.words.T + model.word_bias  # [P, V]
+    features = model.emission_network(preterminals)
+    if model.parameterization == "released":
+        features = features + preterminals
+    logits = dropped.features(features) @ model.words.T + model.word_bias  # [P, V]
     emission = torch.log(0.8 * torch.softmax(logits, 1) + 0.2 * model.background.softmax(0))
     words = torch.from_numpy(np.concatenate(SENTENCES))
     log_z = flash_inside.inside(
@@ -127,15 +129,15 @@ def one_process(rank: int, folder: str, expected: dict) -> None:
             store = dist.FileStore(f"{folder}/{world}", world)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
             for shards in (number for number in range(1, world + 1) if world % number == 0):
-                for (name, deal), dropout in itertools.product(DEALS.items(), (0.0, 0.4)):
+                for (name, deal), (networks, dropout) in itertools.product(DEALS.items(), expected):
                     counted.update(log_sum_exp=0, scaled_exp=0)
-                    model, kept = model_of(), subset(dropout)
+                    model, kept = model_of(networks), subset(dropout)
                     parts = EmissionShards(shards, rank, world) if shards > 1 else None
                     how = Computation("fp64", shards=parts, dropout=coordinates(dropout))
                     loss = torch.tensor(sharded_loss(model, kept, how, deal(rank, world), world), dtype=torch.float64)
                     dist.all_reduce(loss)
-                    case = f"{world} processes, {shards} shards, {name}, dropout {dropout}"
-                    wanted_loss, wanted = expected[dropout]
+                    case = f"{world} processes, {shards} shards, {name}, {networks} networks, dropout {dropout}"
+                    wanted_loss, wanted = expected[networks, dropout]
                     assert abs(loss.item() / world - wanted_loss) <= 1e-10 * wanted_loss, case
                     for parameter, gradient in zip(model.parameters(), wanted, strict=True):
                         dist.all_reduce(parameter.grad)
@@ -154,10 +156,10 @@ def one_process(rank: int, folder: str, expected: dict) -> None:
 @pytest.mark.slow
 def test_loss_and_gradients_equal_the_dense_ones_on_1_to_4_processes(tmp_path):
     expected = {}
-    for dropout in (0.0, 0.4):
-        model = model_of()
+    for networks, dropout in itertools.product(("paper", "released"), (0.0, 0.4)):
+        model = model_of(networks)
         loss = dense_loss(model, subset(dropout), coordinates(dropout))
-        expected[dropout] = loss.item(), torch.autograd.grad(loss, list(model.parameters()))
+        expected[networks, dropout] = loss.item(), torch.autograd.grad(loss, list(model.parameters()))
     mp.spawn(one_process, (str(tmp_path), expected), nprocs=4)
 
 

@@ -90,7 +90,7 @@ def test_parts_of_steps_in_a_row(tmp_path, monkeypatch):
     settings = load_settings(config, [])
     trainer = Trainer(settings, Engine(settings), None)
     began = time.perf_counter()
-    parts = step_benchmark._parts_on_device(trainer, 3)
+    parts = step_benchmark._parts_on_device(trainer, [trainer.stream.next_step() for _ in range(3)])
     seconds = time.perf_counter() - began
     assert parts.keys() == {f"{part}_on_device_ms" for part in ("grammar", "inside", "update")}
     assert all(part > 0 for part in parts.values())

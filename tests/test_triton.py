@@ -193,7 +193,9 @@ def test_one_word_sentences_are_recomputed_without_the_rules(precision, monkeypa
 
 
 @runs_kernels
-def test_rows_of_several_blocks(cut_rows):
+@pytest.mark.parametrize("few", [1024, 0], ids=["several splits at a time", "one by one"])
+def test_rows_of_several_blocks(few, cut_rows, monkeypatch):
+    monkeypatch.setattr("flash_inside.triton_chart.FEW_PROGRAMS", few)
     cut_rows(16, 2)
     compare(100, 33, [5, 1, 3])
 

@@ -82,8 +82,20 @@ def test_wrong_arguments_are_refused(benchmark, arguments, said, tmp_path, capsy
 def test_a_table_without_rows_is_not_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(inside, "_measure", lambda *_: pytest.fail("measured"))
     (tmp_path / "empty.csv").write_text(",".join(inside.FIELDS) + "\n")
-    assert inside.main(["--from-csv", str(tmp_path / "empty.csv"), "--grid", "4x3x1", "--device", "cpu"]) == 0
+    shown = ["--from-csv", str(tmp_path / "empty.csv"), "--device", "cpu"]
+    assert inside.main(shown) == 0
     assert capsys.readouterr().out == ""
+    assert inside.main([*shown, "--table1"]) == 1
+    assert "none of the sizes is in the table" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        inside.main([*shown, "--grid", "4x3x1"])
+    assert "--grid has no effect with --from-csv" in capsys.readouterr().err
+
+
+def test_sentences_beyond_all_memory_are_said_to_be(capsys):
+    """Their chart is: the rules and the words would fit."""
+    assert inside.main(["--grid", "32x99999x1", "--methods", "torch", "--seconds", "0", "--device", "cpu"]) == 1
+    assert "out of memory" in capsys.readouterr().out
 
 
 def test_a_method_that_does_not_fit_in_memory_leaves_the_others(monkeypatch, capsys):
@@ -166,7 +178,12 @@ def test_a_run_cut_short_keeps_what_it_measured_and_can_be_drawn_later(tmp_path,
     assert capsys.readouterr().out == measured
     assert "4 x 3 x 1" in plot.read_text()
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    for wrong, said in (("other.csv", "was not written by this benchmark"), ("none.csv", "No such file")):
+    first, second = table.read_text().splitlines()
+    time_of = second.split(",")[inside.FIELDS.index("p50_ms")]
+    (tmp_path / "letters.csv").write_text(f"{first}\n{second.replace(time_of, 'abc')}\n")
+    for wrong, said in (
+        ("other.csv", "was not written by this benchmark"), ("none.csv", "No such file"), ("letters.csv", "'abc'"),
+    ):  # fmt: skip
         with pytest.raises(SystemExit):
             inside.main(["--from-csv", str(tmp_path / wrong)])
         assert said in capsys.readouterr().err

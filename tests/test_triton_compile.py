@@ -154,6 +154,8 @@ def launches():
                         launch_inside(n, p, precision, lengths, root_type=torch.float64)
                 for n, p, precision in SIZES:
                     launch_inside(n, p, precision, [8, 2])
+                for n, p, precision in TRAINING_SIZES:  # as the benchmarks have it
+                    launch_inside(n, p, precision, [8, 2], root_type=torch.float32)
         for n, p, precision in TRAINING_SIZES:
             for lengths in LARGE_BATCHES:
                 launch_inside(n, p, precision, lengths, root_type=torch.float64)
@@ -175,6 +177,8 @@ def test_other_batches_launch_nothing_else(launches):
         for n, lengths in ((4096, [40] * 16), (8192, [20, 5] * 8), (512, [9]), (32, [31, 1]), (1024, [64]), (512, [3])):
             launch_inside(n, 2 * n, "bf16", lengths, root_type=torch.float64)
             launch_viterbi(n, 2 * n, lengths)
+        for n, lengths in ((512, [20] * 16), (8192, [40] * 16), (8192, [25] * 64), (8192, ptb_lengths(16))):
+            launch_inside(n, 2 * n, "bf16", lengths, root_type=torch.float32)  # `bench inside`
         for count in (1, 7, 16, 32, 33):
             for n in (64, 2048):
                 launch_inside(n, 2 * n, "fp32", ptb_lengths(count, seed=count), root_type=torch.float64)

@@ -1,15 +1,16 @@
 """`lm_pcfg bench step`: what a training step costs, and which part of it, over a grid of grammars and batch sizes.
 
-The step is the trainer's own. Its time is measured twice: over many steps in a row, nothing waited for (step_ms, words
-per second, everything included); and part by part, without CUDA graphs of the networks, where the clock waits at the
-end of every part:
+The step is the trainer's own. Its time is measured twice, on the same batches: over many steps in a row, nothing waited
+for (step_ms, words per second, everything included); and part by part, without CUDA graphs of the networks, where the
+clock waits at the end of every part:
 
     networks    rules and features from the parameters        emission    its normalisers
     inside      columns of the emission, charts, and their gradients by the grammar's tensors
     backward    from there to the parameters, through normalisers, softmaxes and networks
     optimizer   clipping, the update, the moving average
 
-On a GPU a third time: many steps in a row as in the first, with marks on the device between
+On a GPU a third time: many steps in a row as in the first, with marks on the device between (what it waits for the host
+belongs to the part it waits in)
 
     grammar     networks and emission          inside          update      backward, optimizer
 
@@ -44,6 +45,7 @@ from flash_inside import free_memory
 from flash_inside.benchmarks.arguments import default_grid, why_not_all_written
 from flash_inside.benchmarks.lengths import ptb_lengths
 from flash_inside.benchmarks.results import Results, Row, out_of_memory
+from lm_pcfg.corpus.batches import Batch
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import load_settings
@@ -163,7 +165,7 @@ def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
 def _timed(trainer: Trainer, steps: int) -> Row:
     device = trainer.engine.device
     peak_is_known = _reset_peak_memory(device)
-    # Lengths come again: after these steps, kernels and graphs are there.
+    # Lengths come again: after these steps, kernels and most graphs are there.
     most_sentences = 0
     for _ in range(max(steps, STEPS_BEFORE_CAPTURE + 2)):
         batches = trainer.stream.next_step()
@@ -174,25 +176,24 @@ def _timed(trainer: Trainer, steps: int) -> Row:
     trainer.settle()
     recomputed_before = trainer.position.window.recomputed
     _synchronize(device)
-    words, began = 0, time.perf_counter()
+    timed, began = [], time.perf_counter()
     for _ in range(steps):
-        batches = trainer.stream.next_step()
-        words += sum(batch.n_words for batch in batches)
-        trainer.step(batches)
+        timed.append(trainer.stream.next_step())
+        trainer.step(timed[-1])
     _synchronize(device)
     seconds = time.perf_counter() - began
     trainer.settle()
     recomputed = round(trainer.position.window.recomputed - recomputed_before)
+    words = sum(batch.n_words for batches in timed for batch in batches)
     if trainer.position.skipped:
         return {"note": f"{trainer.position.skipped} updates were not finite"}
 
     peak: Row = {"peak_gib": _peak_memory(device) if peak_is_known else ""}
-    on_device = _parts_on_device(trainer, steps) if device.type == "cuda" else {}
+    on_device = _parts_on_device(trainer, timed) if device.type == "cuda" else {}
     clock = StepClock(device)
     trainer.stop_capturing()  # a CUDA graph has no parts
     trainer.computation = trainer.computation._replace(mark=clock.part_ended)
-    for _ in range(steps):
-        batches = trainer.stream.next_step()
+    for batches in timed:
         clock.begin()
         trainer.step(batches)
         trainer.settle()
@@ -207,7 +208,7 @@ def _timed(trainer: Trainer, steps: int) -> Row:
     }  # fmt: skip
 
 
-def _parts_on_device(trainer: Trainer, steps: int) -> Row:
+def _parts_on_device(trainer: Trainer, timed: list[list[Batch]]) -> Row:
     """Milliseconds between marks that the device passes: the host never waits, as in training."""
     computation, marks = trainer.computation, dict[str, torch.cuda.Event]()
 
@@ -217,8 +218,8 @@ def _parts_on_device(trainer: Trainer, steps: int) -> Row:
 
     trainer.computation = computation._replace(mark=mark)
     passed = []
-    for _ in range(steps):
-        batches, marks = trainer.stream.next_step(), {}
+    for batches in timed:
+        marks = {}
         mark("")
         trainer.step(batches)
         mark("optimizer")
@@ -228,7 +229,7 @@ def _parts_on_device(trainer: Trainer, steps: int) -> Row:
     trainer.computation = computation
     names = ["", *PARTS_ON_DEVICE.values()]
     return {
-        f"{part}_on_device_ms": round(sum(of[begin].elapsed_time(of[end]) for of in passed) / steps, 3)
+        f"{part}_on_device_ms": round(sum(of[begin].elapsed_time(of[end]) for of in passed) / len(passed), 3)
         for part, (begin, end) in zip(PARTS_ON_DEVICE, pairwise(names), strict=True)
     }
 

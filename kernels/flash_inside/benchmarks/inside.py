@@ -87,6 +87,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.table1:
         print(table1.table(results.rows))
     nothing = bool(results.rows) and all(row["note"] for row in results.rows)
+    if arguments.table1 and not results.rows:
+        print("none of the sizes is in the table; --grid says which to look for", file=sys.stderr)
+        nothing = True
     return 1 if nothing or any(row["note"] == "WRONG" for row in results.rows) else 0
 
 
@@ -120,6 +123,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     arguments.device = find_device(parser, arguments.device)
     check_files(parser, [arguments.csv, arguments.plot])
+    if arguments.from_csv is not None and arguments.grid is not None and not arguments.table1:
+        parser.error("--grid has no effect with --from-csv, but with --table1")
     if arguments.grid is None:
         large = table1.GRID if arguments.table1 else GRID
         can_be_large = arguments.device.type == "cuda" or arguments.from_csv is not None
@@ -129,7 +134,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _rows(table: str) -> list[Row]:
     try:
-        return read_rows(Path(table), FIELDS)
+        rows = read_rows(Path(table), FIELDS)
+        for row in rows:
+            if row["p50_ms"]:
+                float(row["p50_ms"])
+        return rows
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -158,7 +167,8 @@ def make_inputs(size: Size, precision: str, device: torch.device) -> list[Tensor
     """root, left, right, emissions of a random grammar; the rules in the type the precision works in."""
     generator = torch.Generator(device).manual_seed(1)
     n, rules_type = size.nonterminals, torch.bfloat16 if precision == "bf16" else torch.float32
-    check_memory(2 * 3 * n * n * rules_type.itemsize + sum(size.lengths) * 2 * n * 4, device)
+    chart = size.spans * 3 * n * rules_type.itemsize  # beta, eta and zeta: there is more
+    check_memory(2 * 3 * n * n * rules_type.itemsize + sum(size.lengths) * 2 * n * 4 + chart, device)
 
     def softmax(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, generator=generator).softmax(-1)

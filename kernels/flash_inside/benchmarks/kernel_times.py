@@ -93,7 +93,9 @@ def _rows(size: Size, precision: str, device: torch.device, backend: str, passes
     else:
         times = {average.key: (average.count, average.self_cpu_time_total) for average in profiler.key_averages()}
     return [
-        size._asdict() | {"kernel": name, "calls": calls / passes, "ms": microseconds / passes / 1e3} | machine(device)
+        size._asdict()
+        | {"kernel": name, "calls": calls / passes, "ms": round(microseconds / passes / 1e3, 4)}
+        | machine(device)
         for name, (calls, microseconds) in sorted(times.items(), key=lambda item: -item[1][1])
     ]
 
@@ -117,7 +119,7 @@ def by_kernel(spans: list[tuple[str, float, float]]) -> dict[str, tuple[int, flo
 
 def _short(name: str) -> str:
     """Of a C++ template only what it is, without what it is made for."""
-    return re.sub(r"^void |[<(].*", "", name)
+    return re.sub(r"^void |[<(].*", "", name).strip()
 
 
 if __name__ == "__main__":
