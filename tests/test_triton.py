@@ -13,6 +13,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -480,3 +481,22 @@ def test_layouts_of_graphs_and_batches_agree():
     layout = Layout([4] * 3)
     assert layout.alive == [0, 3, 3, 3, 3]
     assert layout.rows == 30
+
+
+def test_charts_without_memory_for_a_graph_are_launched_and_that_is_said(monkeypatch):
+    from flash_inside import triton_graphs
+
+    class Full(triton_graphs.Arena):
+        def __init__(self, *_):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    rules = Rules(*random_rules(4, 6, root="nonterminals", dtype=torch.float32))
+    bucket = triton_graphs.bucket_of(rules, random_emissions(4, 6), [2, 2], "fp32", torch.float32, False)
+    emissions = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(triton_graphs, "bucket_of", lambda *_: bucket)
+    monkeypatch.setattr(triton_graphs, "Arena", Full)
+    monkeypatch.setattr(triton_graphs, "_graphs", {})
+    monkeypatch.setattr(triton_graphs, "_arenas", {})
+    with pytest.warns(UserWarning, match="no memory for CUDA graphs of the charts"):
+        assert triton_graphs.find(rules, emissions, [2, 2], "fp32", torch.float32, False) is None

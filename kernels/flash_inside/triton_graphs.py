@@ -8,6 +8,7 @@ batch that is still waiting for its backward when the arena is needed again is c
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -391,6 +392,7 @@ def find(
         try:
             _arenas[bucket.device] = arena = Arena(size, emissions.device)
         except torch.OutOfMemoryError:
+            warnings.warn("no memory for CUDA graphs of the charts: slower, they are launched one by one", stacklevel=2)
             return None
     while len(_graphs) >= MOST_GRAPHS:
         _graphs.popitem(last=False)
