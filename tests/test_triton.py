@@ -51,7 +51,8 @@ def start_in_the_interpreter():
 
     They are begun before the first test (conftest.py), at the lowest priority: most other tests leave a core idle.
     """
-    files = [__file__, str(Path(__file__).with_name("test_triton_softmax.py"))]
+    others = ("test_triton_softmax.py", "test_triton_dropout.py")
+    files = [__file__, *(str(Path(__file__).with_name(name)) for name in others)]
     command = ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     started = []

@@ -18,6 +18,7 @@ import torch
 
 from flash_inside import Rules
 from flash_inside.benchmarks.lengths import ptb_lengths
+from flash_inside.dropout import hashed_dropout
 from flash_inside.packing import Layout
 from flash_inside.softmax import child_probabilities, log_normalizers
 
@@ -86,7 +87,7 @@ def noted() -> Iterator[dict]:
     """A dictionary whose keys are the (kernel, specialisation) that are launched while this lasts, none of them run."""
     from triton.runtime.jit import JITFunction
 
-    from flash_inside import triton_kernels
+    from flash_inside import dropout, triton_kernels
     from flash_inside.softmax import rows
 
     if not isinstance(triton_kernels.row_of, JITFunction):
@@ -98,7 +99,8 @@ def noted() -> Iterator[dict]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", note)
-        patch.setattr(rows, "_in_triton", lambda tensor: True)
+        for module in (rows, dropout):
+            patch.setattr(module, "in_triton", lambda tensor: True)
         yield seen
 
 
@@ -136,6 +138,11 @@ def launch_softmaxes(n, p, dimension=16):
             torch.autograd.grad([result.sum() for result in results], tables)
 
 
+def launch_dropout(rows, rate, dimension=512):
+    x = without_memory(rows, dimension)
+    torch.autograd.grad(hashed_dropout(x, rate, torch.empty(2, dtype=torch.int64, device="meta")).sum(), x)
+
+
 def launch_normalizers(words, dimension=16):
     for precision in ("fp32", "bf16"):
         tables = without_memory(32, dimension), without_memory(words, dimension)
@@ -169,6 +176,9 @@ def launches():
             launch_viterbi(n, p, [70])
         for words in VOCABULARIES:
             launch_normalizers(words)
+        for dimension in (512, 33, 1):
+            for rate in (0.3, 0.6):
+                launch_dropout(1, rate, dimension)
     return list(seen)
 
 
@@ -185,6 +195,7 @@ def test_other_batches_launch_nothing_else(launches):
                 launch_viterbi(n, 2 * n, ptb_lengths(count, seed=count))
         for n in (32, 512, 8192):  # rows of 96, 1536, 24,576
             launch_softmaxes(n, 2 * n)
+            launch_dropout(n, 0.3)
     assert {kernel.fn.__name__ for kernel, _ in seen.keys() - set(launches)} == set()
 
 
@@ -194,7 +205,7 @@ def test_every_specialisation_compiles(launches, capability):
     from triton.compiler import ASTSource
 
     names = {kernel.fn.__name__ for kernel, _ in launches}
-    assert len(names) >= 17
+    assert len(names) >= 18
 
     def compile_one(launch):
         kernel, (signature, constants, divisible, warps) = launch

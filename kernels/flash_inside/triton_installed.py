@@ -1,10 +1,14 @@
-"""Whether GPUs get the Triton kernels."""
+"""Whether tensors get the Triton kernels."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import warnings
 from functools import cache
+
+import torch
+from torch import Tensor
 
 
 @cache
@@ -14,3 +18,10 @@ def triton_installed() -> bool:
     if not installed:
         warnings.warn("triton is not installed: CUDA tensors use the slower torch backend", stacklevel=4)
     return installed
+
+
+def in_triton(tensor: Tensor) -> bool:
+    """For passes that have a kernel and a form in PyTorch. fp64 has no kernel: it is for checking."""
+    if tensor.dtype == torch.float64:
+        return False
+    return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and triton_installed()

@@ -1,7 +1,7 @@
 """Dropout of coordinates: a random part of the embeddings or features of each symbol is 0 for an optimizer step.
 
-The choice is a hash of (seed, step, coordinate), computed where the tensor is: the same on every rank, whatever its
-device, and after a resume. Processes that share out the emission's normalisers have to agree on it.
+The choice is a hash of (seed, step, coordinate): the same on every rank, whatever its device, and after a resume.
+Processes that share out the emission's normalisers have to agree on it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flash_inside.dropout import hashed_dropout
+
 STREAMS = 4  # nonterminals, preterminals, features, parents: each has choices of its own
-_LOW_32_BITS = 0xFFFFFFFF
 
 
 class FeatureDropout(NamedTuple):
@@ -48,18 +49,4 @@ class FeatureDropout(NamedTuple):
         return self._drop(x, self.rule_rate, 3)
 
     def _drop(self, x: Tensor, rate: float, stream: int) -> Tensor:
-        """What is kept grows by 1 / (1 - rate), so that the expectation stays."""
-        if rate <= 0.0:
-            return x
-        return x * (self._kept(x, rate, stream) / (1.0 - rate)).to(x.dtype)
-
-    def _kept(self, like: Tensor, rate: float, stream: int) -> Tensor:
-        first, second = self.keys[stream].to(like.device)  # tensors: in a CUDA graph they change from step to step
-        # A linear sequence of its own for each key, then a 32-bit mix; no product leaves the range of int64.
-        x = torch.arange(like.numel(), device=like.device) * (first >> 1 | 1) + second
-        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
-            x = x & _LOW_32_BITS
-            x = (x ^ (x >> shift)) * factor
-        x = x & _LOW_32_BITS
-        x = x ^ (x >> 15)
-        return (x >= round(rate * 2**32)).view(like.shape)
+        return hashed_dropout(x, rate, self.keys[stream])

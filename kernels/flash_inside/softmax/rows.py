@@ -7,24 +7,15 @@ All are exact in the type of their input except for rounding; what they write ma
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
-from flash_inside.triton_installed import triton_installed
-
-
-def _in_triton(tensor: Tensor) -> bool:
-    """fp64 has no kernel: it is for checking."""
-    if tensor.dtype == torch.float64:
-        return False
-    return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and triton_installed()
+from flash_inside.triton_installed import in_triton
 
 
 def log_sum_exp(logits: Tensor, columns: int, out: Tensor) -> None:
     """Over the first columns: [R, C] -> [R]."""
-    if _in_triton(logits):
+    if in_triton(logits):
         from flash_inside.softmax import triton_rows
 
         triton_rows.log_sum_exp(logits, columns, out)
@@ -37,7 +28,7 @@ def scaled_exp(logits: Tensor, columns: int, log_divisor: Tensor, factor: Tensor
 
     `out` may be the logits themselves.
     """
-    if _in_triton(logits):
+    if in_triton(logits):
         from flash_inside.softmax import triton_rows
 
         triton_rows.scaled_exp(logits, columns, log_divisor, factor, out)
@@ -48,7 +39,7 @@ def scaled_exp(logits: Tensor, columns: int, log_divisor: Tensor, factor: Tensor
 
 def softmax(logits: Tensor, out: Tensor) -> None:
     """[R, C] -> [R, C] in the type of `out`."""
-    if _in_triton(logits):
+    if in_triton(logits):
         from flash_inside.softmax import triton_rows
 
         triton_rows.softmax(logits, out)
@@ -62,7 +53,7 @@ def softmax_gradient(probabilities: Tensor, gradient: Tensor, out: Tensor) -> No
     The sum of rounded probabilities is not 1. Without the division a gradient that is the same for all entries of a
     row, which means nothing to a softmax, would come through times that error.
     """
-    if _in_triton(gradient):
+    if in_triton(gradient):
         from flash_inside.softmax import triton_rows
 
         triton_rows.softmax_gradient(probabilities, gradient, out)

@@ -1,0 +1,57 @@
+"""Dropout whose choice is a hash of a key and the coordinate: the same on every device, nothing to keep for backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_inside.triton_installed import in_triton
+
+LOW_32_BITS = 0xFFFFFFFF
+#: Of a 32-bit mix in three rounds: a shift and a factor; the last round has only the shift.
+SHIFTS, FACTORS = (16, 15, 15), (0x21F0AAAD, 0x735A2D97)
+
+
+def hashed_dropout(x: Tensor, rate: float, key: Tensor) -> Tensor:
+    """x with 0 in a random part of its places, and 1 / (1 - rate) times x elsewhere, so that the expectation stays.
+
+    key: two integers of 32 bits as int64, best on the device of x, where the contents of a CUDA graph change.
+    """
+    return _HashedDropout.apply(x, rate, key.to(x.device)) if rate > 0.0 else x
+
+
+class _HashedDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rate: float, key: Tensor) -> Tensor:
+        ctx.rate = rate
+        ctx.save_for_backward(key)
+        return _drop(x.contiguous(), rate, key)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _drop(gradient.contiguous(), ctx.rate, *ctx.saved_tensors), None, None
+
+
+def _drop(x: Tensor, rate: float, key: Tensor) -> Tensor:
+    threshold, scale = round(rate * 2**32), 1.0 / (1.0 - rate)
+    if not in_triton(x):
+        return torch.where(_hash(x.numel(), key).view(x.shape) >= threshold, x * scale, 0.0)
+    from flash_inside import triton_dropout
+
+    out = torch.empty_like(x)
+    triton_dropout.drop(x, key, threshold, scale, out)
+    return out
+
+
+def _hash(count: int, key: Tensor) -> Tensor:
+    """[count], int64 of 32 bits: a linear sequence of its own for each key, then a mix. No product leaves int64."""
+    first, second = key
+    x = torch.arange(count, device=key.device) * (first >> 1 | 1) + second
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+        x = x & LOW_32_BITS
+        x = (x ^ (x >> shift)) * factor
+    x = x & LOW_32_BITS
+    return x ^ (x >> SHIFTS[-1])
