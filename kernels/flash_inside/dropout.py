@@ -1,4 +1,4 @@
-"""Dropout whose choice is a hash of a key and the coordinate: the same on every device, nothing to keep for backward."""
+"""Dropout whose choice is a hash of a key and the coordinate: the same on every device, nothing kept for backward."""
 
 from __future__ import annotations
 

@@ -36,11 +36,11 @@ all() {
   bench kernels --csv "$folder/kernels.csv"
   bench viterbi
   bench emission --csv "$folder/emission.csv"
-  bench step --config configs/search/base/ptb_4096.yaml --nonterminals 2048,4096,8192 --steps 300 \
+  bench step --config configs/ptb_lm_4096.yaml --nonterminals 2048,4096,8192 --steps 300 \
     --csv "$folder/step.csv" --plot "$folder/step.svg" model.state_dropout=0 tracking.mlflow=false
-  bench step --config configs/search/base/ptb_4096.yaml --nonterminals 4096,8192 --steps 200 \
+  bench step --config configs/ptb_lm_4096.yaml --nonterminals 4096,8192 --steps 200 \
     --csv "$folder/step_tf32.csv" model.state_dropout=0 networks.precision=tf32 tracking.mlflow=false
-  bench step --config configs/search/base/ptb_4096.yaml --nonterminals 32768 --steps 40 \
+  bench step --config configs/ptb_lm_4096.yaml --nonterminals 32768 --steps 40 \
     --csv "$folder/step_32768.csv" model.state_dropout=0.5 tracking.mlflow=false
   local logs
   logs=$(mktemp -d)
