@@ -229,8 +229,13 @@ def search(
     """Train variants of a config one after another, or several at once; compare them on the validation text."""
     from lm_pcfg import search as searching
 
+    if table_only and only is not None:
+        raise typer.BadParameter("--only chooses what to train, and --table trains nothing: choose one")
     ended = table_only or searching.run_search(file, overrides or [], say, warn, only, at_once)
-    print(searching.table(file, overrides or [], warn))
+    table = searching.table(file, overrides or [], warn)
+    print(table)
+    if len(table.splitlines()) == 2:
+        say("no run of this search is there yet")
     if not ended:
         say("the search was stopped; the same command continues it")
 

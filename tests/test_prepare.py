@@ -474,6 +474,9 @@ def test_ptb_that_is_not_mikolovs_is_refused(mikolov, tmp_path):
         ptb.prepare_ptb(str(tmp_path), tmp_path / "out")
     with pytest.raises(UserError, match="no such folder"):
         ptb.prepare_ptb(str(tmp_path / "nowhere"), tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no ptb\.train\.txt, ptb\.valid\.txt, ptb\.test\.txt in it; give the folder"):
+        ptb.prepare_ptb(str(tmp_path / "empty"), tmp_path / "out")
 
 
 def test_ptb_that_cannot_be_read_is_named(tmp_path):

@@ -137,6 +137,13 @@ def test_a_variant_that_is_not_there_is_told_with_those_that_are(file):
         search(file, "--only", "em")
 
 
+def test_a_table_says_when_there_is_nothing_and_takes_no_variant(file):
+    result = CliRunner().invoke(cli.app, ["search", str(file), "--table"])
+    assert len(result.stdout.splitlines()) == 2
+    assert "no run of this search is there yet" in result.stderr
+    assert CliRunner().invoke(cli.app, ["search", str(file), "--table", "--only", "ema"]).exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -36,6 +36,22 @@ def test_values_and_gradients_equal_pytorch(shape, rate):
         torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_types_are_scaled_in_fp32(dtype):
+    x, key = torch.randn(40, 30).to(dtype), torch.tensor([5, 7])
+    out = hashed_dropout(x.to(DEVICE), 0.7, key)
+    assert out.dtype == dtype
+    one_unit = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]  # the interpreter cuts off what bf16 lacks
+    expected = hashed_dropout(x.double(), 0.7, key)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=one_unit, atol=1e-7)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
+def test_what_is_no_rate_is_refused(rate):
+    with pytest.raises(ValueError, match="below 1"):
+        hashed_dropout(torch.ones(2, 2), rate, torch.tensor([5, 7]))
+
+
 def test_rows_of_a_wider_table_are_told_apart_by_their_own_numbers():
     wide = torch.ones(6, 10, device=DEVICE)
     key = torch.tensor([5, 7], device=DEVICE)

@@ -17,9 +17,11 @@ SHIFTS, FACTORS = (16, 15, 15), (0x21F0AAAD, 0x735A2D97)
 def hashed_dropout(x: Tensor, rate: float, key: Tensor) -> Tensor:
     """x with 0 in a random part of its places, and 1 / (1 - rate) times x elsewhere, so that the expectation stays.
 
-    key: two integers of 32 bits as int64, best on the device of x, where the contents of a CUDA graph change.
+    key: two integers of 32 bits as int64, on the device of x where a CUDA graph is to read others at every replay.
     """
-    return _HashedDropout.apply(x, rate, key.to(x.device)) if rate > 0.0 else x
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"rate {rate} should be at least 0 and below 1")
+    return _HashedDropout.apply(x, rate, key.to(x.device, non_blocking=True)) if rate else x
 
 
 class _HashedDropout(torch.autograd.Function):

@@ -26,7 +26,7 @@ def dropout_kernel(
     mixed = (mixed ^ (mixed >> SHIFT_0)) * FACTOR_0
     mixed = (mixed ^ (mixed >> SHIFT_1)) * FACTOR_1
     mixed = mixed ^ (mixed >> SHIFT_2)
-    values = tl.load(x + places, mask=inside) * scale
+    values = tl.load(x + places, mask=inside).to(tl.float32) * scale
     values = tl.where(mixed.to(tl.int64) >= threshold, values, 0.0)
     tl.store(out + places, values.to(out.dtype.element_ty), mask=inside)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures again, on one GPU, what kernels/README.md and "What a step costs" in lm_pcfg/training/README.md say of speed,
-# memory and errors, and runs the tests that need a GPU. Needs data/ptb (`lm_pcfg prepare ptb`).
+# memory and errors (of steps those of the recipe's networks, not the paper's), and runs the tests that need a GPU. Needs data/ptb (`lm_pcfg prepare ptb`).
 #   bash kernels/measured/measure.sh FOLDER
 # Tables and plots go to FOLDER, the output to FOLDER/log. The exit status says how many commands failed.
 set -uo pipefail

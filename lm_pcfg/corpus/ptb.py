@@ -89,7 +89,10 @@ def _from_folder(source: Path) -> dict[str, bytes]:
     ):
         return _from_archive(archives[0])
     if not found:
-        return _from_tables(str(source))
+        try:
+            return _from_tables(str(source))
+        except UserError:
+            return _complete({}, str(source))
     return _complete(found, str(source))
 
 

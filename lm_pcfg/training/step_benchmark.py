@@ -61,7 +61,7 @@ FIELDS = (
     "nonterminals", "preterminals", "sentences", "state_dropout", "inside_precision", "networks_precision",
     *(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "words_per_step", "peak_gib", "recomputed",
     *(f"{part}_on_device_ms" for part in PARTS_ON_DEVICE),
-    "vocabulary", "data", "device", "torch", "date", "note",
+    "vocabulary", "config", "data", "device", "torch", "date", "note",
 )  # fmt: skip
 #: What Linux tells of this process.
 PROCESS = Path("/proc/self")
@@ -143,8 +143,9 @@ def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
     row |= {
         "nonterminals": model.nonterminals, "preterminals": model.preterminals, "sentences": settings.batch.sentences,
         "state_dropout": model.state_dropout, "inside_precision": settings.inside.precision,
-        "networks_precision": settings.networks.precision, "data": Path(str(settings.data.train)).name,
-        "device": _device_name(engine.device), "torch": importlib.metadata.version("torch"),
+        "networks_precision": settings.networks.precision, "config": settings.name,
+        "data": Path(str(settings.data.train)).name, "device": _device_name(engine.device),
+        "torch": importlib.metadata.version("torch"),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }  # fmt: skip
     try:
