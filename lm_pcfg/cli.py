@@ -200,6 +200,8 @@ def report(
     """Figures and learning curves of runs, from their metrics.jsonl."""
     if reach is not None and not 1 <= reach < math.inf:
         raise typer.BadParameter(f"--reach {reach} should be a perplexity: a number of at least 1")
+    if plot is not None and plot.suffix != ".svg":
+        raise typer.BadParameter(f"--plot {plot}: plots are SVG; give it a name that ends in .svg")
     from lm_pcfg.inference import curve_plot, learning_curves
 
     runs = learning_curves.read_runs(folders, warn)

@@ -205,6 +205,7 @@ def test_mistakes(tmp_path):
     runner = CliRunner()
     assert runner.invoke(cli.app, ["report"]).exit_code == 2
     assert runner.invoke(cli.app, ["report", run, "--reach", "0"]).exit_code == 2
+    assert runner.invoke(cli.app, ["report", run, "--plot", str(tmp_path / "a.png")]).exit_code == 2  # it is SVG
     result = runner.invoke(cli.app, ["report", run, "--plot", str(tmp_path / "no" / "a.svg")])
     assert isinstance(result.exception, UserError)
     assert "cannot write" in str(result.exception)
