@@ -88,11 +88,8 @@ def _from_folder(source: Path) -> dict[str, bytes]:
         archives := sorted([*source.rglob("simple-examples.tgz"), *source.rglob("simple-examples.tar.gz")])
     ):
         return _from_archive(archives[0])
-    if not found:
-        try:
-            return _from_tables(str(source))
-        except UserError:
-            return _complete({}, str(source))
+    if not found and any(path.is_file() for path in source.rglob("*")):
+        return _from_tables(str(source))
     return _complete(found, str(source))
 
 
