@@ -62,8 +62,8 @@ def test_the_figures_of_a_run(tmp_path):
     line = summary_of(write_run(tmp_path / "a", WHOLE), reach=119.0)
     assert line == {
         "run": "a", "nonterminals": 64, "finished": True, "epochs": 3, "epochs_planned": 3, "steps": 200,
-        "best_valid_ppl": 118.0, "best_step": 150, "impossible": 0, "last_train_ppl": 101.0, "skipped_share": 0.01,
-        "words_per_second": 12_500.0, "training_seconds": 40.0,
+        "best_valid_ppl": 118.0, "best_step": 150, "impossible": 0, "last_train_ppl": pytest.approx(101.0),
+        "skipped_share": 0.01, "words_per_second": 12_500.0, "training_seconds": 40.0,
         "reach": 119.0, "reached_step": 150, "reached_seconds": 30.0,
     }  # fmt: skip
     assert summary_of(tmp_path / "a", reach=100.0)["reached_seconds"] is None
@@ -78,13 +78,20 @@ def test_the_best_evaluation_has_the_fewest_impossible_sentences(tmp_path):
     assert summary_of(write_run(tmp_path / "a", lines))["best_valid_ppl"] == 7.0
 
 
+def test_the_training_perplexity_is_of_the_last_tenth_of_the_steps(tmp_path):
+    lines = [train_line(900, 500.0), train_line(960, 200.0), train_line(980, 100.0), train_line(1000, 400.0)]
+    line = summary_of(write_run(tmp_path / "a", lines))
+    assert line["last_train_ppl"] == pytest.approx(200.0)  # 200^0.6 100^0.2 400^0.2
+
+
 def test_what_is_not_finite_is_no_trouble(tmp_path):
     lines = [train_line(1, math.inf), valid_line(1, math.nan), train_line(2, 90.0), valid_line(2, math.inf),
              train_line(3, math.nan), valid_line(3, 80.0)]  # fmt: skip
     lines.append((4, {"train/learning_rate": 0.1, "train/seconds": 5.0}))
     folder = write_run(tmp_path / "a", lines)
     line = summary_of(folder, reach=85.0)
-    assert (line["best_valid_ppl"], line["last_train_ppl"], line["training_seconds"]) == (80.0, 90.0, 35.0)
+    assert (line["best_valid_ppl"], line["training_seconds"]) == (80.0, 35.0)
+    assert line["last_train_ppl"] == pytest.approx(90.0)
     assert line["reached_step"] == 3
     xml.fromstring(curve_plot.draw(read_runs([folder], pytest.fail)))
 
@@ -107,7 +114,7 @@ def test_runs_that_have_hardly_begun(tmp_path, content):
 def test_without_validation_or_settings(tmp_path):
     folder = write_run(tmp_path / "a", [train_line(50, 200.0), train_line(100, 150.0)], config=None)
     line = summary_of(folder, reach=160.0)
-    assert (line["nonterminals"], line["best_valid_ppl"], line["last_train_ppl"]) == (None, None, 150.0)
+    assert (line["nonterminals"], line["best_valid_ppl"], line["last_train_ppl"]) == (None, None, pytest.approx(150.0))
     assert line["reached_step"] is None  # the training perplexity does not count
     messages: list[str] = []
     (folder / "config.yaml").write_text("model: [")

@@ -46,6 +46,18 @@ class Run:
         finite = [point for point in self.valid if math.isfinite(point.perplexity)]
         return min(finite, key=lambda point: (point.impossible, point.perplexity), default=None)
 
+    def training_perplexity(self) -> float | None:
+        """Over the last tenth of the steps: the last line of metrics alone may be of a handful of batches."""
+        if not self.train:
+            return None
+        logarithms, steps, before = [], [], 0
+        for point in self.train:
+            if point.step > 0.9 * self.train[-1].step:
+                logarithms.append(math.log(point.perplexity))
+                steps.append(point.step - before)
+            before = point.step
+        return math.exp(statistics.fmean(logarithms, steps))
+
     def reached(self, perplexity: float) -> Point | None:
         """The first evaluation at or below a validation perplexity."""
         return next((point for point in self.valid if point.perplexity <= perplexity), None)
@@ -157,7 +169,7 @@ def summary(run: Run, reach: float | None = None) -> dict[str, Any]:
         "best_valid_ppl": best.perplexity if best else None,
         "best_step": best.step if best else None,
         "impossible": best.impossible if best else None,
-        "last_train_ppl": run.train[-1].perplexity if run.train else None,
+        "last_train_ppl": run.training_perplexity(),
         "skipped_share": run.skipped / run.steps if run.steps else None,
         "words_per_second": statistics.median(run.words_per_second) if run.words_per_second else None,
         "training_seconds": round(run.seconds, 3) if run.train else None,
