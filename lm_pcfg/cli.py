@@ -197,7 +197,7 @@ def report(
     reach: Annotated[float | None, typer.Option(help="Validation perplexity to find the training time of.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Figures and learning curves of runs, from their metrics.jsonl."""
+    """Figures and learning curves of runs, from their metrics.jsonl (train ppl: over the last tenth of the steps)."""
     if reach is not None and not 1 <= reach < math.inf:
         raise typer.BadParameter(f"--reach {reach} should be a perplexity: a number of at least 1")
     if plot is not None and plot.suffix != ".svg":

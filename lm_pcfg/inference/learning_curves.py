@@ -25,6 +25,7 @@ class Point:
     seconds: float  # of training so far
     perplexity: float
     impossible: int = 0  # sentences of probability 0, which are in no sum
+    words: float = 0.0  # that the perplexity is of, in training; 0: unknown
 
 
 @dataclass
@@ -50,13 +51,10 @@ class Run:
         """Over the last tenth of the steps: the last line of metrics alone may be of a handful of batches."""
         if not self.train:
             return None
-        logarithms, steps, before = [], [], 0
-        for point in self.train:
-            if point.step > 0.9 * self.train[-1].step:
-                logarithms.append(math.log(point.perplexity))
-                steps.append(point.step - before)
-            before = point.step
-        return math.exp(statistics.fmean(logarithms, steps))
+        last = [point for point in self.train if point.step > 0.9 * self.train[-1].step] or self.train[-1:]
+        words = [point.words for point in last]
+        logarithms = [math.log(point.perplexity) for point in last]
+        return math.exp(statistics.fmean(logarithms, words if all(words) else None))
 
     def reached(self, perplexity: float) -> Point | None:
         """The first evaluation at or below a validation perplexity."""
@@ -139,7 +137,8 @@ def _add(run: Run, line: dict[str, Any], previous: dict[str, Any] | None) -> Non
     if (speed := _number(line, "train/words_per_second")) is not None:
         run.words_per_second.append(speed)
     if (perplexity := _number(line, "train/ppl")) is not None:
-        run.train.append(Point(run.steps, run.seconds, perplexity))
+        words = (speed or 0.0) * max(passed or 0.0, 0.0)
+        run.train.append(Point(run.steps, run.seconds, perplexity, words=words))
     if isinstance(line.get("valid/ppl"), int | float):
         impossible = int(_number(line, "valid/impossible") or 0)
         run.valid.append(Point(run.steps, run.seconds, float(line["valid/ppl"]), impossible))
