@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test fuzz slurm chaos lint clean bench-data
+.PHONY: demo install-dev test fuzz slurm chaos style types lint clean bench-data
 
 # The stamps say what is installed; it is done anew when the dependencies change.
 $(VENV)/.installed: pyproject.toml
@@ -19,6 +19,8 @@ $(VENV)/.installed-dev: pyproject.toml
 demo: $(VENV)/.installed
 	$(BIN)/lm_pcfg train --config configs/tiny.yaml
 	$(BIN)/lm_pcfg score embedded:test
+
+install-dev: $(VENV)/.installed-dev
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
@@ -37,10 +39,14 @@ chaos: $(VENV)/.installed-dev
 	$(BIN)/python tests/chaos.py --kills 25 --zero-stage 2
 	$(BIN)/python -m pytest -m chaos
 
-lint: $(VENV)/.installed-dev
+style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
 	$(BIN)/mypy
+
+lint: style types
 
 # An epoch of 10 million lines without a model: words a second, and memory that does not grow. About 5 minutes.
 bench-data: $(VENV)/.installed

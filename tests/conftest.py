@@ -16,12 +16,13 @@ settings.load_profile("same")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The longest of all tests begins first, beside the others."""
+    """The longest begin before the first test, beside the others: a module's BEGIN_EARLY, {test: what starts it}."""
+    if session.config.option.collectonly:
+        return
     for item in session.items:
-        if item.name == "test_in_the_interpreter" and not session.config.option.collectonly:
-            module = item.module  # type: ignore[attr-defined]
-            if not (module.GPU or module.INTERPRETED):
-                module.start_in_the_interpreter()
+        starters = getattr(item.module, "BEGIN_EARLY", {})  # type: ignore[attr-defined]
+        if start := starters.get(getattr(item, "originalname", item.name)):
+            start()
 
 
 @pytest.fixture(autouse=True)

@@ -64,6 +64,9 @@ def start_in_the_interpreter():
     return started
 
 
+BEGIN_EARLY = {} if GPU or INTERPRETED else {"test_in_the_interpreter": start_in_the_interpreter}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
 def test_in_the_interpreter():
