@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -56,9 +55,9 @@ def start_demo() -> tuple[tempfile.TemporaryDirectory, subprocess.Popen[str]]:
         )
 
     def end() -> None:
-        with suppress(ProcessLookupError):
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            process.wait()
 
     atexit.register(end)
     return checkout, process
