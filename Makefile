@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+JOBS ?= 2
+LONG_JOBS ?= 3
+PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
 
-.PHONY: demo install-dev test fuzz slurm chaos style types lint clean bench-data
+.PHONY: demo install-dev test test-long test-all fuzz slurm chaos style types lint clean bench-data
 
 # The stamps say what is installed; it is done anew when the dependencies change.
 $(VENV)/.installed: pyproject.toml
@@ -22,8 +25,16 @@ demo: $(VENV)/.installed
 
 install-dev: $(VENV)/.installed-dev
 
+# At most 8 minutes on 2 cores.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(PYTEST) $(JOBS) -m "not long and not chaos"
+
+# The rest, marked `long`: the demo, launchers, engines, faults, SLURM, every specialisation of a kernel compiled.
+# One process more than there are cores: the tests of SLURM and of faults mostly wait.
+test-long: $(VENV)/.installed-dev
+	$(PYTEST) $(LONG_JOBS) -m "long and not chaos"
+
+test-all: test test-long
 
 # The property tests with examples never seen before (`make test` takes the same ones each time).
 fuzz: $(VENV)/.installed-dev

@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 def say(message: str) -> None:
-    """A line on standard error; standard output is for results."""
+    """Print a line on standard error; standard output is for results."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -30,10 +30,10 @@ def duration(seconds: float) -> str:
 
 class Progress(Protocol):
     def advance(self, amount: int, detail: str = "") -> None:
-        """So much more is done; the detail is shown at the end of the line."""
+        """Count so much more as done, and show the detail at the end of the line."""
 
     def message(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line of its own, above the bar."""
 
 
 class _Silent:
@@ -45,7 +45,7 @@ class _Silent:
 
 
 class _Plain:
-    """A line now and then, for log files."""
+    """Prints a line now and then, for log files."""
 
     def __init__(self, title: str, total: int | None, done: int, seconds_between: float):
         self.title, self.total, self.done, self._between = title, total, done, seconds_between
@@ -76,7 +76,7 @@ class _Plain:
 def progress(
     title: str, total: int | None, *, done: int = 0, show: bool = True, seconds_between_lines: float = 10.0
 ) -> Iterator[Progress]:
-    """Progress of `total` units, None if unknown; show=False on all ranks but one."""
+    """Show the progress of `total` units (None: unknown); show=False is for all ranks but one."""
     if not show:
         yield _Silent()
     elif not sys.stderr.isatty():

@@ -1,13 +1,10 @@
-"""The settings of a run: typed, strict, from YAML and `dotted.key=value` overrides. Defaults: SN-PCFG."""
+"""The settings of a run, typed and strict. Those of the model are its family's: settings_file.py puts them in."""
 
 from __future__ import annotations
 
-import math
-import re
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic import model_validator as check
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16"]
@@ -63,39 +60,6 @@ def _shards(value: object) -> int | str:
 
 Switch = Annotated[bool, BeforeValidator(_switch)]  # the loader keeps yes, no, on, off as text; here they mean a bool
 Resume = Annotated[bool | str, PlainValidator(_resume)]
-
-
-@dataclass(frozen=True)
-class Init:
-    """How parameters start: `xavier_normal`, `xavier_uniform`, or, with standard deviations of the embeddings,
-    `normal(symbols, words)` or `contexts(symbols, words)`, where words begin as their neighbours in the text tell."""
-
-    scheme: Literal["xavier_normal", "xavier_uniform", "normal", "contexts"] = "xavier_normal"
-    symbols: float | None = None  # standard deviation of symbol embeddings, for `normal` and `contexts`
-    words: float | None = None  # standard deviation of word embeddings
-
-    @classmethod
-    def parse(cls, value: object) -> Init:
-        if isinstance(value, Init):
-            return value
-        text = value.strip() if isinstance(value, str) else ""
-        if text in ("xavier_normal", "xavier_uniform"):
-            return cls(text)  # type: ignore[arg-type]
-        number = r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*"
-        if match := re.fullmatch(rf"(normal|contexts)\s*\({number},{number}\)", text):
-            symbols, words = float(match[2]), float(match[3])
-            if 0 < min(symbols, words) <= max(symbols, words) < math.inf:
-                return cls(match[1], symbols, words)  # type: ignore[arg-type]
-        raise ValueError(
-            "should be xavier_normal, xavier_uniform, normal(symbols, words) such as normal(0.15, 0.1), "
-            "or contexts(symbols, words)"
-        )
-
-    def __str__(self) -> str:
-        return self.scheme if self.symbols is None else f"{self.scheme}({self.symbols}, {self.words})"
-
-
-InitField = Annotated[Init, PlainValidator(Init.parse), PlainSerializer(str)]
 
 
 class Section(BaseModel):
@@ -169,75 +133,11 @@ class BatchSection(Section):
     accumulate: Count = setting(1, "micro-batches of each rank for one optimizer step")
 
 
-NEED_NETWORKS = (
-    "word_dimension", "spelling", "emission_temperature", "emission_smoothing", "word_bias", "children",
-    "embedding_dropout", "feature_dropout", "rule_dropout",
-)  # fmt: skip
-
-
 class ModelSection(Section):
-    nonterminals: Count = setting(..., "number of nonterminal symbols")
-    preterminals: Count = setting(None, "number of preterminal symbols; null: twice the nonterminals")
-    dimension: Count = setting(512, "dimension of the embeddings and networks")
-    word_dimension: Count | None = setting(
-        None, "dimension of a smaller word table, which a matrix takes to `dimension`; null: the same"
-    )
-    spelling: Count | None = setting(
-        None, "words share embeddings of the parts of their spelling that at least so many words have; null: none"
-    )
-    emission_temperature: float = setting(1.0, "divides the logits of words given a preterminal", gt=0)
-    emission_smoothing: Fraction = setting(
-        0.0, "share of each preterminal's words drawn from one distribution that all preterminals have in common"
-    )
-    word_bias: Literal["none", "zipf"] = setting(
-        "none", "zipf: one more number a word in its logits, which begins as its frequency by Zipf's law"
-    )
-    children: Literal["plain", "rotated"] = setting(
-        "plain",
-        "rotated: children have embeddings turned by a learnt matrix, so that no symbol begins as its own child",
-    )
-    parameterization: Literal["paper", "released", "tables"] = setting(
-        "paper", "networks of the paper, of its released code, or free logits without networks (small grammars)"
-    )
-    init: InitField = setting(
-        Init(),
-        "xavier_normal, xavier_uniform, or standard deviations of the embeddings: normal(symbols, words), or "
-        "contexts(symbols, words), where words begin as their neighbours in the training text tell",
-    )
-    root: Literal["all", "nonterminals"] = setting("all", "start symbol -> any symbol, or nonterminals as in the paper")
+    """What the models of all families have; each family adds its own settings."""
+
+    family: str = setting("sn_pcfg", "family of models, one of lm_pcfg/grammar/families")
     eos: Literal["implicit", "explicit"] = setting("implicit", "explicit: every line ends in an <eos> terminal")
-    state_dropout: Fraction = setting(
-        0.0, "fraction of the symbols left out at each step (of 256 and more, such that a multiple of 16 is left)"
-    )
-    state_dropout_until: float | None = setting(
-        None, "fraction of the steps over which state dropout falls linearly to 0; null: it stays", gt=0, le=1
-    )
-    embedding_dropout: Fraction = setting(0.0, "fraction of each symbol embedding's coordinates dropped at each step")
-    feature_dropout: Fraction = setting(
-        0.0, "fraction of the coordinates dropped at each step just before the softmax over words"
-    )
-    rule_dropout: Fraction = setting(
-        0.0, "fraction of the coordinates dropped at each step just before the softmaxes over children"
-    )
-
-    @check(mode="before")
-    @classmethod
-    def _preterminals(cls, data: Any) -> Any:
-        """Resolved at once, so that the saved settings say what was used."""
-        if isinstance(data, dict) and data.get("preterminals") is None:
-            given = data.get("nonterminals")  # if that is wrong, it will be the only thing reported
-            return data | {"preterminals": 2 * given if type(given) is int and given > 0 else 1}
-        return data
-
-    @check(mode="after")
-    def _networks_have_what_is_asked_for(self) -> ModelSection:
-        if self.parameterization == "tables":
-            if self.init.scheme == "contexts":
-                raise ValueError("init: contexts needs word embeddings; use parameterization paper or released")
-            for key in NEED_NETWORKS:
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} needs networks; use parameterization paper or released")
-        return self
 
 
 class InsideSection(Section):
@@ -269,9 +169,6 @@ class ScheduleSection(Section):
 class OptimizerSection(Section):
     name: Literal["adam", "adamw"] = setting("adam", "adamw decouples weight decay from the gradient")
     learning_rate: float = setting(2e-3, "highest learning rate", gt=0)
-    network_rate: float = setting(
-        1.0, "factor of the learning rate for the networks' layers; embeddings have the rate itself", gt=0
-    )
     betas: list[Fraction] = setting([0.75, 0.999], "Adam's decay of both moments", min_length=2, max_length=2)
     eps: float = setting(1e-8, "Adam's epsilon, on the scale of loss.normalise", gt=0)
     weight_decay: float = setting(0.0, "with adam a penalty in the gradient, with adamw decoupled", ge=0)
@@ -312,7 +209,6 @@ class CheckpointSection(Section):
 class TrackingSection(Section):
     mlflow: Switch = setting(True, "log to MLflow besides metrics.jsonl")
     experiment: str = setting("lm_pcfg", "MLflow's experiment", min_length=1)
-    wait_seconds: float = setting(20.0, "how long the end of a run waits for a slow MLflow server", ge=0)
 
 
 class EngineSection(Section):
@@ -346,12 +242,6 @@ class Settings(Section):
     checkpoint: CheckpointSection = setting(CheckpointSection, "what is kept")
     tracking: TrackingSection = setting(TrackingSection, "where metrics go")
     engine: EngineSection = setting(EngineSection, "how processes work together")
-
-    @check(mode="after")
-    def _rate_has_networks(self) -> Settings:
-        if self.model.parameterization == "tables" and self.optimizer.network_rate != 1.0:
-            raise ValueError("optimizer.network_rate needs networks; use model.parameterization paper or released")
-        return self
 
     @check(mode="after")
     def _backend_has_precision(self) -> Settings:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError as PydanticError
+from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from lm_pcfg.errors import UserError
-from lm_pcfg.settings import Section, Settings
+from lm_pcfg.grammar import families
+from lm_pcfg.settings import ModelSection, Section, Settings, setting
 
 
 class SettingsError(UserError, ValueError):
@@ -87,17 +90,123 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
         raise SettingsError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
     except OSError as error:  # no such file, a folder, no permission
         raise SettingsError(f"{path}: cannot be read ({error.strerror}); check --config") from None
-    values = _checked_section(parse_yaml(text, str(path)), Settings, [], str(path))
-    overridden = [_apply_override(values, override) for override in overrides or []]
+    given = parse_yaml(text, str(path))
+    if isinstance(given, dict):
+        _upgrade(given, str(path))
+    family = _family(given, overrides or [], str(path))
+    kind = settings_class(family)
+    values = _checked_section(given, kind, [], str(path))
+    overridden = [_apply_override(values, kind, override) for override in overrides or []]
+    values["model"]["family"] = family
     if values.get("name") is None:
         values["name"] = re.sub(r"[^A-Za-z0-9._+=-]+", "-", path.stem).lstrip(".+=-") or "run"
     try:
-        return Settings.model_validate(values)
+        return kind.model_validate(values)
     except PydanticError as error:
-        raise SettingsError(_first_problem(error, values, path, overridden)) from None
+        raise SettingsError(_first_problem(error, kind, values, path, overridden)) from None
 
 
-def _checked_section(value: Any, kind: type[Section], keys: list[str], where: str) -> dict[str, Any]:
+def settings_class(family: str) -> type[Settings]:
+    """Return the settings of runs whose model is of this family."""
+    return _with_model(families.section_of(family))
+
+
+@cache
+def _with_model(section: type[ModelSection]) -> type[Settings]:
+    return create_model("Settings", __base__=Settings, model=(section, setting(..., "the grammar")))
+
+
+def _family(given: Any, overrides: list[str], where: str) -> str:
+    """Find model.family before the other settings are checked, since they depend on it.
+
+    Where the command line chooses another family than the file, what the file says of its networks is taken out.
+    """
+    model = given.get("model") if isinstance(given, dict) else None
+    model = model if isinstance(model, dict) else {}
+    in_file = family = model.get("family", DEFAULT_FAMILY)
+    for override in overrides:
+        key, _, text = override.strip().partition("=")
+        if key not in ("model", "model.family", "model.parameterization"):
+            continue
+        value, where = parse_yaml(text, f"command line: {key}"), "command line"
+        if key == "model.family":
+            family = value
+        elif key == "model" and isinstance(value, dict):
+            _upgrade({"model": value}, where)
+            family = value.get("family", DEFAULT_FAMILY)
+        elif key == "model.parameterization" and (value == "tables" or family == "tables"):
+            family = "tables" if value == "tables" else DEFAULT_FAMILY
+    if family not in families.names():
+        raise SettingsError(f"{where}: model.family = {family!r} should be one of {', '.join(families.names())}")
+    if family != in_file and in_file in families.names():
+        own = families.section_of(family).model_fields
+        for key in [key for key in ("parameterization", "dimension") if key in model and key not in own]:
+            del model[key]
+        _drop_defaults_of_others(model, family)
+    return family
+
+
+# ---- what earlier versions wrote ------------------------------------------------------------------------------------
+
+DEFAULT_FAMILY: str = ModelSection.model_fields["family"].default
+#: Settings that were removed, and the defaults they had. The last commit that has them is 828ad98.
+REMOVED: dict[str, Any] = {
+    "model.word_dimension": None, "model.spelling": None, "model.emission_smoothing": 0.0, "model.word_bias": "none",
+    "model.embedding_dropout": 0.0, "model.rule_dropout": 0.0, "optimizer.network_rate": 1.0,
+    "tracking.wait_seconds": 20.0,
+}  # fmt: skip
+
+
+def _upgrade(given: dict[str, Any], where: str) -> None:
+    """Translate what earlier versions wrote, in place, so that every run folder opens.
+
+    Removed settings are taken out if they have their old defaults, and refused otherwise. `parameterization: tables` is
+    the older name of `family: tables`. Then all families had the same settings: those of others are taken out, too.
+    """
+    removed = [f"{section}.{key}" for section, values in given.items() if isinstance(values, dict) for key in values]
+    removed = [dotted for dotted in removed if dotted in REMOVED]
+    for dotted in removed:
+        section, _, key = dotted.partition(".")
+        _refuse_removed(dotted, given[section].pop(key), where)
+    model = given.get("model")
+    if not isinstance(model, dict):
+        return
+    tables = model.get("parameterization") == "tables"
+    if tables:
+        if model.get("family", "tables") != "tables":
+            raise SettingsError(f"{where}: parameterization: tables contradicts family: {model['family']}; remove one")
+        del model["parameterization"]
+        model.pop("dimension", None)  # it was allowed, and of no effect
+        model["family"] = "tables"
+    if (removed or tables) and model.get("family", DEFAULT_FAMILY) in families.names():
+        _drop_defaults_of_others(model, model.get("family", DEFAULT_FAMILY))
+
+
+def _drop_defaults_of_others(model: dict[str, Any], family: str) -> None:
+    """Take out settings of other families that have their defaults."""
+    own = families.section_of(family).model_fields
+    for key in [key for key in model if key not in own and _is_default_of_another(key, model[key])]:
+        del model[key]
+
+
+def _is_default_of_another(key: str, value: Any) -> bool:
+    sections = [families.section_of(name).model_fields for name in families.names()]
+    return value in [fields[key].default for fields in sections if key in fields]
+
+
+def _refuse_removed(dotted: str, value: Any, where: str) -> None:
+    if value != REMOVED[dotted]:
+        raise SettingsError(
+            f"{where}: {dotted} = {reprlib.repr(value)} is no longer supported; leave it out, or use commit 828ad98"
+        )
+
+
+# ---- sections and overrides -----------------------------------------------------------------------------------------
+
+
+def _checked_section(
+    value: Any, kind: type[Section], keys: list[str], where: str, settings: type[Section] | None = None
+) -> dict[str, Any]:
     """The section's values with known keys only and with every section in it, so that missing keys have full names."""
     value = {} if value is None else value  # nothing after the colon
     if not isinstance(value, dict):
@@ -105,34 +214,43 @@ def _checked_section(value: Any, kind: type[Section], keys: list[str], where: st
         raise SettingsError(f"{where}: {what} = {reprlib.repr(value)} should be a section with keys such as {first!r}")
     for key in value:
         if key not in kind.model_fields:
-            raise SettingsError(f"{where}: {_unknown_key([*keys, str(key)], kind)}")
+            raise SettingsError(f"{where}: {_unknown_key([*keys, str(key)], kind, settings or kind)}")
     result = dict(value)
     for key, field in kind.model_fields.items():
         if child := _section_of(field):
-            result[key] = _checked_section(value.get(key), child, [*keys, key], where)
+            result[key] = _checked_section(value.get(key), child, [*keys, key], where, settings or kind)
     return result
 
 
-def _apply_override(values: dict[str, Any], override: str) -> str:
+def _apply_override(values: dict[str, Any], settings: type[Settings], override: str) -> str:
     """Sets one `dotted.key=value` in values, and returns the key."""
     where = "command line"
     dotted, equals, text = override.strip().partition("=")
     if not equals or not dotted:
         raise SettingsError(f"{where}: {override!r} should be of the form dotted.key=value")
+    if dotted in REMOVED:
+        _refuse_removed(dotted, parse_yaml(text, f"{where}: {dotted}"), where)
+        return dotted
+    # A lone - would be a list of nothing; it means standard input.
+    value = "-" if text.strip() == "-" else parse_yaml(text, f"{where}: {dotted}")
+    if (dotted, value) == ("model.parameterization", "tables"):
+        return dotted  # that is a family, which is known by now
+    if isinstance(value, dict):
+        _upgrade({dotted: value}, where)
     *above, last = keys = dotted.split(".")
-    kind: type[Section] = Settings
+    kind: type[Section] = settings
     place = values
     for depth, key in enumerate(above):
         child = _section_of(kind.model_fields.get(key))
         if child is None:
-            raise SettingsError(f"{where}: {_unknown_key(keys[: depth + 1], kind)}")
+            raise SettingsError(f"{where}: {_unknown_key(keys[: depth + 1], kind, settings)}")
         kind, place = child, place[key]
     if last not in kind.model_fields:
-        raise SettingsError(f"{where}: {_unknown_key(keys, kind)}")
-    # A lone - would be a list of nothing; it means standard input.
-    value = "-" if text.strip() == "-" else parse_yaml(text, f"{where}: {dotted}")
+        if issubclass(kind, ModelSection) and _is_default_of_another(last, value):
+            return dotted
+        raise SettingsError(f"{where}: {_unknown_key(keys, kind, settings)}")
     section = _section_of(kind.model_fields[last])
-    place[last] = _checked_section(value, section, keys, where) if section else value
+    place[last] = _checked_section(value, section, keys, where, settings) if section else value
     return dotted
 
 
@@ -141,22 +259,26 @@ def _section_of(field: FieldInfo | None) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-def _all_keys(kind: type[Section] = Settings, prefix: str = "") -> Iterator[str]:
+def _all_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
     for key, field in kind.model_fields.items():
         yield prefix + key
         if child := _section_of(field):
             yield from _all_keys(child, f"{prefix}{key}.")
 
 
-def _unknown_key(keys: list[str], kind: type[Section]) -> str:
+def _unknown_key(keys: list[str], kind: type[Section], settings: type[Section]) -> str:
     """Says what may have been meant: a similar key of this section, or the same key (else a similar one) elsewhere."""
     from difflib import get_close_matches  # 20 ms, for errors only
 
     *above, name = keys
     if name in kind.model_fields:
         return f"{'.'.join(keys)!r} is not a section: it has no keys"
+    if issubclass(kind, ModelSection):
+        for family in families.names():
+            if name in families.section_of(family).model_fields:
+                return f"{'.'.join(keys)!r} belongs to family {family}, not to this model's; leave it out"
     paths: dict[str, list[str]] = {}  # last part of a key -> keys
-    for key in _all_keys():
+    for key in _all_keys(settings):
         paths.setdefault(key.rsplit(".", 1)[-1], []).append(key)
     here = [".".join([*above, key]) for key in get_close_matches(name, kind.model_fields, n=1)]
     elsewhere = [key for key in paths.get(name, []) if key not in here]
@@ -174,11 +296,13 @@ _PLAIN_WORDS = {
 }  # fmt: skip
 
 
-def _first_problem(error: PydanticError, values: dict[str, Any], path: Path, overridden: list[str]) -> str:
+def _first_problem(
+    error: PydanticError, settings: type[Settings], values: dict[str, Any], path: Path, overridden: list[str]
+) -> str:
     problem, *others = error.errors(include_url=False)
     keys = [str(part) for part in problem["loc"] if not isinstance(part, int)]  # betas.0 is betas
     dotted = ".".join(keys)
-    kind: type[Section] | None = Settings
+    kind: type[Section] | None = settings
     field: FieldInfo | None = None
     value: Any = values
     for depth, key in enumerate(keys):

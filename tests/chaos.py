@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from lm_pcfg.training import checkpoint
-from lm_pcfg.training.metrics_file import read_metrics
+from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage.metrics_file import read_metrics
 from processes import alive, kill, launch_command, launched, wait_until, workers
 from texts import write_config
 

@@ -1,5 +1,6 @@
-"""Shared set-up: tests import `grammars.py` beside them, and leave one core to the rest of the machine."""
+"""Shared set-up of all tests: where they import from, their examples, and how they are spread over processes."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,20 +10,34 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+# Each process of pytest-xdist has a core to itself. Read when PyTorch is imported, which nothing here does.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The same examples each time, so that a change is judged by what it changed; `make fuzz` looks for new ones.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("fuzz", deadline=None, print_blob=True)
 settings.load_profile("same")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """The longest begin before the first test, beside the others: a module's BEGIN_EARLY, {test: what starts it}."""
-    if session.config.option.collectonly:
-        return
-    for item in session.items:
-        starters = getattr(item.module, "BEGIN_EARLY", {})  # type: ignore[attr-defined]
-        if start := starters.get(getattr(item, "originalname", item.name)):
-            start()
+#: Files that take longest. Each file runs in one process, so that no process is left with one of these at the end.
+BEGIN_WITH = [
+    "readme",
+    "engines",
+    "slurm",
+    "faults",
+    "triton",
+    "triton_compile",
+    "two_hosts",
+    "search",
+    "cli",
+    "training",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {f"test_{name}": number for number, name in enumerate(BEGIN_WITH)}
+    items.sort(key=lambda item: first.get(item.path.stem, len(first)))
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,12 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from lm_pcfg.grammar.boundary import Grammar
+from lm_pcfg.distributed.engine import Engine
+from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training import checkpoint, evaluation, loop
-from lm_pcfg.training.engine import Engine
-from lm_pcfg.training.metrics_file import read_metrics
+from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage.metrics_file import read_metrics
+from lm_pcfg.training import evaluation, loop
 
 BATCHES_A_STEP = 4  # of all ranks together, so that every world size makes the same steps
 STEPS, SAVED = 30, 15
@@ -30,7 +31,7 @@ def use_engine(name: str) -> None:
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(name.startswith("zero")).lower()
     if name.startswith("zero"):
         os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = name[-1]
-        if os.environ.get("WORLD_SIZE") == "4":  # 995 parameters are several buckets: DeepSpeed's own reduction
+        if os.environ.get("WORLD_SIZE") == "4":  # 995 parameters are several buckets
             zero = {"stage": int(name[-1]), "reduce_bucket_size": 300}
             file = Path(tempfile.mkdtemp()) / "deepspeed.json"
             file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
@@ -69,19 +70,13 @@ def hash_of(engine: str) -> int:
 def restores_exactly(folder: Path, engine: str) -> None:
     """Every checkpoint there is, loaded and gathered again: the same bits in weights, average and optimizer state."""
     settings = settings_of(folder, "restored")
-    trainer = loop.Trainer(settings, Engine(settings), None)
+    trainer = loop.Steps(settings, Engine(settings))
     for run in sorted((folder / "runs").iterdir()):
         source = run / "checkpoints" / f"step-{SAVED:08d}"
         if not source.is_dir():
             continue
-        trainer.restore(source, same_run=False)
-        learner = trainer.learner
-        gathered = {
-            "model": learner.whole(learner.pieces()),
-            "optimizer": learner.optimizer_tensors(),
-            "ema": learner.whole(trainer.average.weights),
-        }
-        for file, tensors in gathered.items():
+        loop.restore(trainer, source, same_run=False)
+        for file, tensors in trainer.tensors().items():
             saved = load_file(source / f"{file}.safetensors")
             assert saved.keys() == tensors.keys(), (engine, run.name, file, saved.keys() ^ tensors.keys())
             for tensor_name, tensor in saved.items():
@@ -91,7 +86,7 @@ def restores_exactly(folder: Path, engine: str) -> None:
 def skips_together(folder: Path, engine: str) -> None:
     """One rank's loss, then one rank's gradient, is not finite: no rank takes the step, and all go on."""
     settings = settings_of(folder, "skipping")
-    trainer = loop.Trainer(settings, Engine(settings), None)
+    trainer = loop.Steps(settings, Engine(settings))
     last_rank = trainer.engine.rank == trainer.engine.world_size - 1
     original = Grammar.log_likelihood_unchecked
 
@@ -105,9 +100,11 @@ def skips_together(folder: Path, engine: str) -> None:
             return gradient * float("inf")
 
     def weights():
-        return {name: tensor.clone() for name, tensor in trainer.learner.whole(trainer.learner.pieces()).items()}
+        return {
+            name: tensor.clone() for name, tensor in trainer.learner.gathered(trainer.learner.local_weights()).items()
+        }
 
-    for spoil in (lambda values: values * float("nan"), SpoiltGradient.apply):
+    for spoil in (lambda values: values + float("nan"), SpoiltGradient.apply):
         before, moments = weights(), trainer.learner.optimizer_tensors()
         if last_rank:
 
@@ -126,17 +123,19 @@ def skips_together(folder: Path, engine: str) -> None:
         assert not all(torch.equal(after[name], changed[name]) for name in after), engine
         assert all(torch.isfinite(tensor).all() for tensor in changed.values()), engine
     # Every rank has counted the same.
-    counts = trainer.engine.gather((trainer.position.step, trainer.position.skipped))
+    counts = trainer.engine.all_gather((trainer.position.step, trainer.position.skipped))
     assert set(counts) == {(4, 2)}, counts
 
 
 def evaluates_alike(folder: Path, engine: str) -> None:
     """The evaluation of one checkpoint, to compare bit for bit."""
     settings = settings_of(folder, "evaluated")
-    trainer = loop.Trainer(settings, Engine(settings), None)
-    trainer.restore(folder / "runs" / "single-1" / "checkpoints" / f"step-{SAVED:08d}", same_run=False)
-    weights = trainer.learner.whole(trainer.average.weights)
-    result = loop.evaluate(trainer.skeleton, weights, trainer.corpora.valid, settings, trainer.engine)
+    trainer = loop.Steps(settings, Engine(settings))
+    source = folder / "runs" / "single-1" / "checkpoints" / f"step-{SAVED:08d}"
+    loop.restore(trainer, source, same_run=False)
+    result = loop.evaluate(
+        trainer.skeleton, trainer.evaluated_weights(), trainer.corpora.valid, settings, trainer.engine
+    )
     if trainer.engine.is_main:
         file = folder / f"evaluated-{engine}-{trainer.engine.world_size}.json"
         file.write_text(json.dumps([result.score.nll.hex(), result.score.words, result.score.lines]))

@@ -37,11 +37,11 @@ def run_ranks(world_size: int, command: list[str], timeout: float = 600.0, **env
     ranks = []
     for rank in range(world_size):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(world_size)}
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(world_size)}
         ranks.append(
             subprocess.Popen(
                 [sys.executable, *command],
-                env=environment(**place, **meeting, **env),
+                env=environment(**place, **rendezvous, **env),
                 text=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

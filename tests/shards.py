@@ -14,9 +14,11 @@ import pyarrow.parquet as pq
 import zstandard
 
 from lm_pcfg.corpus.batches import Batch
-from lm_pcfg.corpus.blocks import BlockText, Damage, Histogram, ShardedCorpus, fingerprint_of, group_chunks
-from lm_pcfg.corpus.shard_files import Chunk
-from lm_pcfg.corpus.shard_stream import ShardStream
+from lm_pcfg.corpus.lengths import Histogram
+from lm_pcfg.corpus.sentences import Damage
+from lm_pcfg.corpus.shards.blocks import BlockText, ShardedCorpus, fingerprint_of, group_chunks
+from lm_pcfg.corpus.shards.files import Chunk
+from lm_pcfg.corpus.stream import BatchStream
 from lm_pcfg.corpus.vocabulary import UNKNOWN, Vocabulary, VocabularyOptions
 
 NUMBERS = Vocabulary([UNKNOWN, *(f"w{k}" for k in range(1, 50))], VocabularyOptions())
@@ -25,11 +27,9 @@ NUMBERS = Vocabulary([UNKNOWN, *(f"w{k}" for k in range(1, 50))], VocabularyOpti
 class MemoryCorpus(ShardedCorpus):
     """Shards of lines of given lengths; word k of line n has id (n + k) % 50, so that a batch tells what it holds."""
 
-    stores_ids = True
-
-    def __init__(self, shards: list[list[int]], block_lines: int, forward_only: bool = False):
+    def __init__(self, shards: list[list[int]], block_lines: int, forward_only: bool = False, vocabulary=NUMBERS):
         self.name, self.damage = "memory", Damage()
-        self.shards = shards
+        self.shards, self.vocabulary = shards, vocabulary
         self.fingerprint = fingerprint_of([shards, block_lines])
         chunks = []
         for number, lengths in enumerate(shards):
@@ -46,10 +46,11 @@ class MemoryCorpus(ShardedCorpus):
         kept = lengths > 0
         lengths, numbers = lengths[kept], numbers[kept]
         ids = [(number + k) % 50 for number, length in zip(numbers, lengths, strict=True) for k in range(length)]
-        return BlockText(np.array(ids, np.int32), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), numbers)
+        packed = self.vocabulary.stored(np.array(ids, np.int32))
+        return BlockText(packed, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), numbers)
 
 
-def take_epoch(stream: ShardStream) -> list[Batch]:
+def take_epoch(stream: BatchStream) -> list[Batch]:
     epoch, batches = stream.epoch, []
     while stream.epoch == epoch:
         batches.append(next(stream))

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from flash_inside.softmax import rows
+from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training.engine import Engine
-from lm_pcfg.training.loop import Trainer
+from lm_pcfg.training.steps import Steps
 
 STEPS, BATCHES_A_STEP = 20, 4  # of all ranks together, so that every world size makes the same steps
 
@@ -30,16 +30,16 @@ def main(config: Path, out: Path, overrides: list[str]) -> None:
     accumulate = f"batch.accumulate={BATCHES_A_STEP // int(os.environ.get('WORLD_SIZE', '1'))}"
     # Replayed work would not be counted.
     settings = load_settings(config, [accumulate, "networks.cuda_graphs=false", *overrides])
-    trainer = Trainer(settings, Engine(settings), None)
+    trainer = Steps(settings, Engine(settings))
     trainer.engine.close_at_exit()
     losses = []
     for _ in range(STEPS):
         before = trainer.position.window.nll
         trainer.step(trainer.stream.next_step())
-        trainer.settle()
+        trainer.finish_update()
         losses.append(trainer.position.window.nll - before)
     assert not trainer.position.skipped
-    counted = trainer.engine.gather(logits)
+    counted = trainer.engine.all_gather(logits)
     if trainer.engine.is_main:
         out.write_text(json.dumps({"losses": losses, "logits": counted, "device": str(trainer.engine.device)}))
 

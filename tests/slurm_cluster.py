@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import namespaces
-from lm_pcfg.training.metrics_file import read_metrics
+from lm_pcfg.storage.metrics_file import read_metrics
 from namespaces import Host, find, wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lm_pcfg.corpus.batches import (
-    Batch,
-    BatchError,
-    BatchOptions,
-    BatchSource,
-    BatchStream,
-    batch_hash,
-    make_batch,
-    plan_epoch,
-)
+from lm_pcfg.corpus.batches import Batch, BatchError, BatchOptions, batch_hash, make_batch, plan_batches
 from lm_pcfg.corpus.sentences import Sentences
+from lm_pcfg.corpus.stream import BatchStream, TextPlan
 
 length_lists = st.lists(st.integers(1, 40), min_size=1, max_size=120)
 batch_options = st.builds(
@@ -57,8 +50,8 @@ def test_every_sentence_is_in_one_batch(
     lengths: list[int], options: BatchOptions, seed: int, epoch: int, shuffle: bool
 ) -> None:
     array = np.array(lengths)
-    arguments = {"by": options.by, "sentences": options.sentences, "cost": options.cost, "shuffle": shuffle}
-    plan = plan_epoch(array, seed=seed, epoch=epoch, **arguments)  # type: ignore[arg-type]
+    seeds = (seed, epoch) if shuffle else None
+    plan = plan_batches(array, options, seeds)
     assert sorted(np.concatenate(plan).tolist()) == list(range(len(lengths)))
     if options.by == "sentences":
         sizes = sorted((len(batch) for batch in plan), reverse=True)
@@ -69,7 +62,7 @@ def test_every_sentence_is_in_one_batch(
     # similar lengths: batches do not overlap, except at their ends
     ranges = sorted((int(array[batch].min()), int(array[batch].max())) for batch in plan)
     assert all(before[1] <= after[0] for before, after in pairwise(ranges))
-    again = plan_epoch(array, seed=seed, epoch=epoch, **arguments)  # type: ignore[arg-type]
+    again = plan_batches(array, options, seeds)
     assert [batch.tolist() for batch in again] == [batch.tolist() for batch in plan]
 
 
@@ -80,7 +73,7 @@ def test_cost_is_balanced(lengths: list[int], above: int) -> None:
     """Where no sentence costs more than a quarter of the budget, 1.5 x the mean is never exceeded."""
     array = np.array(lengths)
     budget = 4 * max(lengths) ** 2 + above
-    costs = costs_of(array, plan_epoch(array, by="cost", cost=budget))
+    costs = costs_of(array, plan_batches(array, BatchOptions(by="cost", cost=budget), (0, 0)))
     assert costs.max() <= 1.5 * costs.mean()
     assert costs.max() <= budget
 
@@ -89,7 +82,7 @@ def test_cost_is_balanced(lengths: list[int], above: int) -> None:
 @pytest.mark.parametrize("longest", [40, 82])
 def test_cost_is_balanced_on_ptb_like_lengths(longest: int, budget: int) -> None:
     lengths = ptb_like_lengths(20_000, longest)
-    plan = plan_epoch(lengths, by="cost", cost=budget, epoch=3)
+    plan = plan_batches(lengths, BatchOptions(by="cost", cost=budget), (0, 3))
     costs = costs_of(lengths, plan)
     oversized = costs > budget
     assert all(len(batch) == 1 for batch, over in zip(plan, oversized, strict=True) if over)
@@ -101,7 +94,7 @@ def test_cost_is_balanced_on_ptb_like_lengths(longest: int, budget: int) -> None
 
 
 def test_sentence_above_the_budget_is_alone() -> None:
-    plan = plan_epoch(np.array([50, 3, 3, 3, 60]), by="cost", cost=100, shuffle=False)
+    plan = plan_batches(np.array([50, 3, 3, 3, 60]), BatchOptions(by="cost", cost=100))
     assert [batch.tolist() for batch in plan] == [[1, 2, 3], [0], [4]]
 
 
@@ -109,7 +102,7 @@ def test_shuffling() -> None:
     lengths = ptb_like_lengths(1000, 40)
 
     def plan(seed: int, epoch: int) -> list[list[int]]:
-        return [batch.tolist() for batch in plan_epoch(lengths, seed=seed, epoch=epoch)]
+        return [batch.tolist() for batch in plan_batches(lengths, BatchOptions(), (seed, epoch))]
 
     plans = [plan(0, 0), plan(0, 1), plan(1, 0)]
     assert plans[0] != plans[1]
@@ -120,13 +113,14 @@ def test_shuffling() -> None:
     partial = [min(plan(0, epoch), key=len) for epoch in range(10)]
     assert all(len(batch) == 1000 % 16 for batch in partial)
     assert len({int(lengths[batch].max()) for batch in partial}) > 3  # not always the longest sentences
-    in_order = plan_epoch(lengths, shuffle=False)
+    in_order = plan_batches(lengths, BatchOptions())
     assert lengths[np.concatenate(in_order)].tolist() == sorted(lengths)
 
 
 def test_no_sentences() -> None:
-    for by in ("sentences", "cost"):
-        assert plan_epoch(np.array([], dtype=np.int64), by=by) == []  # type: ignore[arg-type]
+    for options in (BatchOptions(by="sentences"), BatchOptions(by="cost")):
+        for seeds in (None, (0, 0)):
+            assert plan_batches(np.array([], dtype=np.int64), options, seeds) == []
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
@@ -160,6 +154,12 @@ def test_hash_tells_batches_apart() -> None:
 # ---- streaming ------------------------------------------------------------------------------------------------------
 
 
+def stream_of(
+    sentences: Sentences, options: BatchOptions, *, rank: int = 0, world_size: int = 1, **arguments: Any
+) -> BatchStream:
+    return BatchStream(TextPlan(sentences, options, **arguments), rank=rank, world_size=world_size)
+
+
 def take_epoch(stream: BatchStream) -> list[Batch]:
     epoch, batches = stream.epoch, []
     while stream.epoch == epoch:
@@ -168,13 +168,10 @@ def take_epoch(stream: BatchStream) -> list[Batch]:
 
 
 @settings(deadline=None)
-@given(length_lists, batch_options, st.integers(1, 5), st.booleans())
-def test_ranks_share_every_epoch(lengths: list[int], options: BatchOptions, world_size: int, shuffle: bool) -> None:
+@given(length_lists, batch_options, st.integers(1, 5))
+def test_ranks_share_every_epoch(lengths: list[int], options: BatchOptions, world_size: int) -> None:
     sentences = corpus(lengths)
-    streams = [
-        BatchStream(sentences, options, seed=1, rank=rank, world_size=world_size, shuffle=shuffle)
-        for rank in range(world_size)
-    ]
+    streams = [stream_of(sentences, options, seed=1, rank=rank, world_size=world_size) for rank in range(world_size)]
     for epoch in range(2):
         count = streams[0].batches_per_epoch(epoch)
         parts = [take_epoch(stream) for stream in streams]
@@ -191,7 +188,7 @@ def test_ranks_share_every_epoch(lengths: list[int], options: BatchOptions, worl
 @given(length_lists, batch_options, st.integers(1, 3))
 def test_steps_do_not_cross_epochs(lengths: list[int], options: BatchOptions, world_size: int) -> None:
     sentences = corpus(lengths)
-    streams = [BatchStream(sentences, options, rank=rank, world_size=world_size) for rank in range(world_size)]
+    streams = [stream_of(sentences, options, rank=rank, world_size=world_size) for rank in range(world_size)]
     for epoch in range(2):
         lines: list[int] = []
         for step in range(streams[0].steps_per_epoch(epoch)):
@@ -213,7 +210,7 @@ def test_resume_continues_with_the_same_batches(data: st.DataObject, lengths: li
         return min(lengths) + 5 * epoch
 
     def new_stream() -> BatchStream:
-        return BatchStream(sentences, options, seed=7, max_length_for_epoch=curriculum)
+        return stream_of(sentences, options, seed=7, curriculum=curriculum)
 
     total = sum(new_stream().batches_per_epoch(epoch) for epoch in range(3))
     stream, states, hashes = new_stream(), [], []
@@ -233,10 +230,10 @@ def test_resume_at_another_world_size(
     lengths: list[int], options: BatchOptions, before: int, after: int, rounds: int
 ) -> None:
     sentences = corpus(lengths)
-    old = [BatchStream(sentences, options, rank=rank, world_size=before) for rank in range(before)]
+    old = [stream_of(sentences, options, rank=rank, world_size=before) for rank in range(before)]
     rounds = min(rounds, -(-old[0].batches_per_epoch(0) // before) - 1)  # stay within the epoch
     lines = [line for stream in old for _ in range(rounds) for line in next(stream).lines.tolist()]
-    new = [BatchStream(sentences, options, rank=rank, world_size=after) for rank in range(after)]
+    new = [stream_of(sentences, options, rank=rank, world_size=after) for rank in range(after)]
     for stream in new:
         stream.restore(old[0].state())
         lines += [line for batch in take_epoch(stream) for line in batch.lines.tolist()]
@@ -245,47 +242,51 @@ def test_resume_at_another_world_size(
 
 def test_position_of_other_data_is_refused() -> None:
     sentences, options = corpus([3] * 20), BatchOptions(sentences=4)
-    stream = BatchStream(sentences, options, seed=1)
+    stream = stream_of(sentences, options, seed=1)
     next(stream)
     state = stream.state()
     others: list[Callable[[], BatchStream]] = [
-        lambda: BatchStream(sentences, BatchOptions(sentences=5), seed=1),
-        lambda: BatchStream(sentences, BatchOptions(by="cost", cost=36), seed=1),
-        lambda: BatchStream(sentences, options, seed=2),
-        lambda: BatchStream(corpus([3] * 19 + [4]), options, seed=1),
+        lambda: stream_of(sentences, BatchOptions(sentences=5), seed=1),
+        lambda: stream_of(sentences, BatchOptions(by="cost", cost=36), seed=1),
+        lambda: stream_of(sentences, options, seed=2),
+        lambda: stream_of(corpus([3] * 19 + [4]), options, seed=1),
     ]
     for other in others:
         with pytest.raises(BatchError, match="other data or batch settings"):
             other().restore(state)
     # accumulation only groups batches, and the start of an epoch is the same place in any plan
-    BatchStream(sentences, BatchOptions(sentences=4, accumulate=3, cost=1), seed=1).restore(state)
-    others[0]().restore(BatchStream(sentences, options).state())
+    stream_of(sentences, BatchOptions(sentences=4, accumulate=3, cost=1), seed=1).restore(state)
+    others[0]().restore(stream_of(sentences, options).state())
 
 
 def test_length_curriculum() -> None:
     sentences = corpus([3, 4, 5, 6], end_of_sentence=True)  # 2 to 5 words
-    stream = BatchStream(sentences, BatchOptions(sentences=1), max_length_for_epoch=lambda epoch: 3 + epoch)
+    stream = stream_of(sentences, BatchOptions(sentences=1), curriculum=lambda epoch: 3 + epoch)
     assert [stream.batches_per_epoch(epoch) for epoch in range(4)] == [2, 3, 4, 4]
     for epoch in range(4):
         batches = take_epoch(stream)
         assert len(batches) == stream.batches_per_epoch(epoch)
         assert max(batch.n_words for batch in batches) == min(3 + epoch, 5)
-    too_short = BatchStream(sentences, BatchOptions(), max_length_for_epoch=lambda epoch: 1)
     with pytest.raises(BatchError, match="no sentences of at most 1 words"):
-        next(too_short)
+        stream_of(sentences, BatchOptions(), curriculum=lambda epoch: 1)
 
 
 def test_wrong_arguments() -> None:
     with pytest.raises(BatchError, match="no sentences"):
-        BatchStream(corpus([]), BatchOptions())
+        stream_of(corpus([]), BatchOptions())
     with pytest.raises(BatchError, match="rank"):
-        BatchStream(corpus([1]), BatchOptions(), rank=2, world_size=2)
+        stream_of(corpus([1]), BatchOptions(), rank=2, world_size=2)
     for wrong in ({"by": "words"}, {"sentences": 0}, {"cost": 0}, {"accumulate": 0}):
         with pytest.raises(BatchError):
             BatchOptions(**wrong)  # type: ignore[arg-type]
 
 
-def test_stream_is_a_batch_source() -> None:
-    source: BatchSource = BatchStream(corpus([1, 2]), BatchOptions())
-    assert source.next_step()[0].n_sentences == 2
-    assert source.epoch == 1
+def test_a_position_of_an_earlier_version_is_restored() -> None:
+    """As checkpoints have it: the batches taken so far, and a hash of text, options and seed."""
+    sentences, options = corpus([3, 5, 2, 4] * 5), BatchOptions(sentences=4)
+    state = {"epoch": 1, "batch": 3, "batches": 5, "plan": "2b4879d3dcf0cb4e"}
+    for world_size in (1, 2, 3):
+        stream = stream_of(sentences, options, seed=7, world_size=world_size)
+        stream.restore(state)
+        assert stream.state() == state
+        assert batch_hash(next(stream)).startswith("fb8897810e423ae9")

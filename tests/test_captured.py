@@ -6,25 +6,24 @@ import pytest
 import torch
 
 from graph_emulation import capturing
+from lm_pcfg.distributed.engine import Engine
+from lm_pcfg.grammar.families import pcfg
+from lm_pcfg.grammar.likelihood import accumulate_gradients
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training import captured
-from lm_pcfg.training.engine import Engine
-from lm_pcfg.training.loop import Trainer
-from lm_pcfg.training.micro_batches import accumulate_gradients
+from lm_pcfg.training import graphs
+from lm_pcfg.training.steps import Steps
 from texts import merged, write_config
 
-DROPOUT = {"state_dropout": 0.2, "embedding_dropout": 0.1, "feature_dropout": 0.2, "rule_dropout": 0.1}
+DROPOUT = {"state_dropout": 0.2, "feature_dropout": 0.2}
 CASES = {
     "plain": {},
     "dropout": {"model": DROPOUT},
     "scheduled": {"model": {"state_dropout": 0.5, "state_dropout_until": 0.3}},
-    "bias": {"model": {"word_bias": "zipf"}},
-    "bias-accumulate": {"model": {"word_bias": "zipf"}, "batch": {"sentences": 3, "accumulate": 2}},
-    "smoothed": {"model": {"emission_smoothing": 0.1}, "optimizer": {"network_rate": 0.1}},
+    "accumulate": {"batch": {"sentences": 3, "accumulate": 2}},
     "adamw": {"optimizer": {"name": "adamw", "weight_decay": 0.1, "clip": None}},
-    "released": {"model": {"parameterization": "released", "word_dimension": 4, "emission_temperature": 0.7}},
+    "released": {"model": {"parameterization": "released", "emission_temperature": 0.7}},
     "tables": {"model": {"parameterization": "tables", "state_dropout": 0.2}},
-    "rotated": {"model": {"children": "rotated", "rule_dropout": 0.2, "spelling": 2}},
+    "rotated": {"model": {"children": "rotated", "feature_dropout": 0.2}},
     "nonterminal-root": {"model": {"root": "nonterminals"}},
     "bf16": {"networks": {"precision": "bf16"}},
 }
@@ -34,17 +33,17 @@ BASE = {
 }  # fmt: skip
 
 
-def losses_of(trainer: Trainer, steps: int) -> list[float]:
+def losses_of(trainer: Steps, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         before = trainer.position.window.nll
         trainer.step(trainer.stream.next_step())
-        trainer.settle()
+        trainer.finish_update()
         losses.append(trainer.position.window.nll - before)
     return losses
 
 
-def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+def tensors_of(trainer: Steps) -> dict[str, torch.Tensor]:
     """Everything that training changes."""
     optimizer = trainer.learner.optimizer_tensors()
     average = {f"ema.{name}": tensor for name, tensor in trainer.average.weights.items()}
@@ -62,13 +61,13 @@ def emulated(monkeypatch):
         monkeypatch.setattr(
             torch.optim, name, lambda *a, plain=plain, **options: plain(*a, **options | {"fused": True})
         )
-    monkeypatch.setattr(captured, "_send", lambda values, to: [t.copy_(v) for v, t in zip(values, to, strict=True)])
+    monkeypatch.setattr(graphs, "send", lambda values, to: [t.copy_(v) for v, t in zip(values, to, strict=True)])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
-    def make(config, *, captures: bool) -> Trainer:
+    def make(config, *, captures: bool) -> Steps:
         settings = load_settings(config, [])
-        trainer = Trainer(settings, Engine(settings), None)
-        trainer.learner.reads_late, trainer.captures = True, captures
+        trainer = Steps(settings, Engine(settings))
+        trainer.learner.asynchronous, trainer.capture.allowed = True, captures
         for group in trainer.learner.optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"])
         optimizer = trainer.learner._torch_optimizer()
@@ -77,7 +76,7 @@ def emulated(monkeypatch):
             moments = [tensor for values in optimizer.state.values() for tensor in values.values()]
             return [*trainer.learner.parameters.values(), *moments]
 
-        monkeypatch.setattr(captured, "capture", capturing(state))
+        monkeypatch.setattr(graphs, "capture", capturing(state))
         return trainer
 
     return make
@@ -90,7 +89,7 @@ def test_replayed_steps_are_the_launched_ones(tmp_path, emulated, case):
     wanted = losses_of(launched, 14)
     replayed = emulated(config, captures=True)
     assert losses_of(replayed, 14) == wanted
-    assert replayed._captured is not None
+    assert replayed.capture._captured is not None
     ours, theirs = tensors_of(replayed), tensors_of(launched)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -101,18 +100,18 @@ def test_sizes_that_change_are_not_captured(tmp_path, emulated):
     model = {"nonterminals": 300, "preterminals": 600, "state_dropout": 0.5, "state_dropout_until": 1.0}
     trainer = emulated(write_config(tmp_path, **merged(BASE, {"model": model})), captures=True)
     losses_of(trainer, 6)
-    assert trainer._captured is None
+    assert trainer.capture._captured is None
 
 
 @pytest.mark.parametrize(("state_dropout", "captured"), [(0.5, True), (0.0, False)])
 def test_a_large_grammar_is_captured_if_its_steps_are_not_large(
     tmp_path, emulated, monkeypatch, state_dropout, captured
 ):
-    monkeypatch.setattr("lm_pcfg.training.steps.LARGEST_N", 200)
+    monkeypatch.setattr(pcfg, "LARGEST_CAPTURED_N", 200)
     model = {"nonterminals": 300, "preterminals": 600, "state_dropout": state_dropout}
     trainer = emulated(write_config(tmp_path, **merged(BASE, {"model": model})), captures=True)
     losses_of(trainer, 6)
-    assert (trainer._captured is not None) == captured
+    assert (trainer.capture._captured is not None) == captured
 
 
 def test_a_capture_that_fails_leaves_no_trace(tmp_path, emulated, monkeypatch, capsys):
@@ -130,7 +129,7 @@ def test_a_capture_that_fails_leaves_no_trace(tmp_path, emulated, monkeypatch, c
 
     monkeypatch.setattr(trainer.learner, "apply_on_device", fail_in_the_capture)
     assert losses_of(trainer, 8) == wanted
-    assert not trainer.captures
+    assert not trainer.capture.allowed
     assert "no memory for CUDA graphs" in capsys.readouterr().err
 
 
@@ -138,12 +137,12 @@ def test_a_restored_run_captures_anew(tmp_path, emulated):
     config = write_config(tmp_path, **BASE)
     trainer = emulated(config, captures=True)
     losses_of(trainer, 5)
-    assert trainer._captured is not None
-    trainer.forget_captured()
+    assert trainer.capture._captured is not None
+    trainer.capture.forget()
     losses_of(trainer, 3)
-    assert trainer._captured is None
+    assert trainer.capture._captured is None
     losses_of(trainer, 1)
-    assert trainer._captured is not None
+    assert trainer.capture._captured is not None
 
 
 def test_rule_gradients_may_lie_where_the_caller_wants(tmp_path, emulated):
@@ -152,9 +151,10 @@ def test_rule_gradients_may_lie_where_the_caller_wants(tmp_path, emulated):
     batches, inside = trainer.stream.next_step() + trainer.stream.next_step(), trainer.settings.inside
     gradients = []
     for given in (False, True):
-        leaves = trainer._grammar(*trainer._draw()).detached()
-        memory = (torch.zeros_like(leaves.left), torch.zeros_like(leaves.right)) if given else None
-        accumulate_gradients(leaves, batches, 1.0, inside, memory)
+        leaves = trainer._compute(trainer._dropout(), trainer.learner.model).detached()
+        if given:
+            leaves = leaves.resident([torch.zeros_like(tensor) for tensor in leaves.tensors])
+        accumulate_gradients(leaves, batches, 1.0, inside)
         gradients.append([leaf.grad for leaf in leaves.tensors])
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
@@ -163,16 +163,16 @@ def test_rule_gradients_may_lie_where_the_caller_wants(tmp_path, emulated):
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(config, *overrides: str) -> tuple[Trainer, list[float]]:
+def on_gpu(config, *overrides: str) -> tuple[Steps, list[float]]:
     settings = load_settings(config, list(overrides))
-    trainer = Trainer(settings, Engine(settings), None)
+    trainer = Steps(settings, Engine(settings))
     return trainer, losses_of(trainer, 12)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("nonterminals", [64, 300, 1040, 2064])  # with fp32 rules; copied; in place; gradients eager
-@pytest.mark.parametrize("case", ["plain", "dropout", "bias-accumulate", "rotated", "bf16", "tables"])
+@pytest.mark.parametrize("case", ["plain", "dropout", "accumulate", "rotated", "bf16", "tables"])
 def test_graphs_train_as_launches_do(tmp_path, case, nonterminals):
     if case == "tables" and nonterminals > 300:
         pytest.skip("tables are for small grammars")
@@ -180,8 +180,8 @@ def test_graphs_train_as_launches_do(tmp_path, case, nonterminals):
     changes = merged(BASE, {"model": model, "inside": {"precision": "bf16"}, "networks": {"precision": "tf32"}})
     config = write_config(tmp_path, device="cuda", **merged(changes, CASES[case]))
     (one, losses), (other, launched) = (on_gpu(config, f"networks.cuda_graphs={yes}") for yes in ("true", "false"))
-    assert one._captured is not None
-    assert other._captured is None
+    assert one.capture._captured is not None
+    assert other.capture._captured is None
     assert losses == pytest.approx(launched, rel=1e-5)
     theirs = tensors_of(other)
     for name, tensor in tensors_of(one).items():
@@ -193,13 +193,13 @@ def test_graphs_train_as_launches_do(tmp_path, case, nonterminals):
 def test_a_graph_leaves_out_an_update_that_is_not_finite(tmp_path, monkeypatch):
     config = write_config(tmp_path, device="cuda", model={"nonterminals": 64, "preterminals": 128})
     settings = load_settings(config, [])
-    trainer = Trainer(settings, Engine(settings), None)
+    trainer = Steps(settings, Engine(settings))
     losses_of(trainer, 5)
-    graphs = trainer._captured
-    assert graphs is not None
+    captured = trainer.capture._captured
+    assert captured is not None
     before = {name: parameter.clone() for name, parameter in trainer.learner.parameters.items()}
-    update = graphs.update
-    monkeypatch.setattr(graphs, "update", lambda nll, *others: update(nll * float("nan"), *others))
+    update = captured.update
+    monkeypatch.setattr(captured, "update", lambda nll, *others: update(nll * float("nan"), *others))
     losses_of(trainer, 1)
     assert trainer.position.skipped == 1
     assert all(torch.equal(before[name], parameter) for name, parameter in trainer.learner.parameters.items())

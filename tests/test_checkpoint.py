@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm_pcfg.training import checkpoint, durable
-from lm_pcfg.training.checkpoint import CheckpointError
+from lm_pcfg.storage import checkpoint, durable
+from lm_pcfg.storage.checkpoint import CheckpointError
 
 DEAD_PID = 2**22 + 1  # above the largest pid Linux hands out
 
@@ -54,7 +54,7 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(bits(one[name]) == bits(other[name]) for name in one)
 
 
-def unsettled_names(run: Path) -> list[str]:
+def temporary_names(run: Path) -> list[str]:
     return [entry.name for entry in (run / "checkpoints").iterdir() if entry.name.startswith(".")]
 
 
@@ -77,7 +77,7 @@ class TestSaveAndLoad:
             "optimizer.safetensors",
             "state.json",
         ]
-        assert unsettled_names(tmp_path / "run") == []
+        assert temporary_names(tmp_path / "run") == []
 
     def test_without_ema(self, tmp_path: Path) -> None:
         folder = save(tmp_path, 1, ema=False)
@@ -120,7 +120,7 @@ class TestSaveAndLoad:
         with pytest.raises(CheckpointError, match="JSON"):
             save(tmp_path, 1, best_perplexity=value)
         assert checkpoint.list_checkpoints(tmp_path) == []
-        assert unsettled_names(tmp_path) == []
+        assert temporary_names(tmp_path) == []
 
     @pytest.mark.gpu
     def test_tensors_from_and_to_the_gpu(self, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ class TestSameStepTwice:
         save(tmp_path, 5, seed=0)
         folder = save(tmp_path, 5, seed=10)
         assert same_bits(checkpoint.load(folder, with_optimizer=True).model, some_tensors(10))
-        assert unsettled_names(tmp_path) == []
+        assert temporary_names(tmp_path) == []
 
     def test_this_file_system_swaps_in_one_step(self, tmp_path: Path) -> None:
         for name in ("one", "other"):
@@ -169,7 +169,7 @@ class TestSameStepTwice:
             save(tmp_path, 5, seed=10)
         (folder,) = checkpoint.list_checkpoints(tmp_path)
         assert checkpoint.verify(folder)["seed"] == 0
-        assert unsettled_names(tmp_path) == []
+        assert temporary_names(tmp_path) == []
 
     def test_a_crash_between_two_renames_is_repaired(self, tmp_path: Path) -> None:
         folder = save(tmp_path, 5)
@@ -191,7 +191,7 @@ class TestCrashes:
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path, 2)
         assert checkpoint.list_checkpoints(tmp_path) == [earlier]
-        assert unsettled_names(tmp_path) == []
+        assert temporary_names(tmp_path) == []
         checkpoint.verify(earlier)
 
     @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -199,7 +199,7 @@ class TestCrashes:
         program = textwrap.dedent("""
             import sys, torch
             from pathlib import Path
-            from lm_pcfg.training import checkpoint
+            from lm_pcfg.storage import checkpoint
             run = Path(sys.argv[1])
             model = {f"w{i}": torch.randn(100_000) for i in range(4)}
             print("ready", flush=True)
@@ -227,7 +227,7 @@ class TestCrashes:
         best = checkpoint.best(tmp_path)
         assert best is None or checkpoint.verify(best)
         checkpoint.save(tmp_path, 10**6, model={}, optimizer={}, ema=None, state={})
-        assert unsettled_names(tmp_path) == []
+        assert temporary_names(tmp_path) == []
 
     def test_only_leftovers_of_the_dead_are_removed(self, tmp_path: Path) -> None:
         host = durable._host()
@@ -246,7 +246,7 @@ class TestCrashes:
             os.utime(elsewhere_old, (time.time() - 86400,) * 2)
             save(tmp_path, 3)
             other.communicate(b"\n")
-        assert sorted(unsettled_names(tmp_path)) == sorted(f.name for f in (living, elsewhere_fresh, not_ours))
+        assert sorted(temporary_names(tmp_path)) == sorted(f.name for f in (living, elsewhere_fresh, not_ours))
 
 
 NO_SPACE = r"^cannot write checkpoint .*step-00000002: No space left on device$"
@@ -255,7 +255,7 @@ NO_SPACE = r"^cannot write checkpoint .*step-00000002: No space left on device$"
 class TestFullDisk:
     def check_intact(self, run: Path, earlier: Path) -> None:
         assert checkpoint.list_checkpoints(run) == [earlier]
-        assert unsettled_names(run) == []
+        assert temporary_names(run) == []
         checkpoint.verify(earlier)
 
     @pytest.mark.parametrize("file", ["state.json", "folder"])

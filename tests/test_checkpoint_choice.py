@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from lm_pcfg.training import checkpoint
-from lm_pcfg.training.checkpoint import CheckpointError
+from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage.checkpoint import CheckpointError
 
 
 def save(run: Path, step: int) -> Path:
     return checkpoint.save(run, step, model={"weight": torch.ones(3)}, optimizer={}, ema=None, state={})
 
 
-def unsettled_names(run: Path) -> list[str]:
+def temporary_names(run: Path) -> list[str]:
     return [entry.name for entry in (run / "checkpoints").iterdir() if entry.name.startswith(".")]
 
 
@@ -99,9 +99,9 @@ class TestListBestPrune:
             with pytest.raises(KeyboardInterrupt):
                 checkpoint.prune(tmp_path, keep_last=1, keep=set())
         assert checkpoint.list_checkpoints(tmp_path) == [newest]
-        assert len(unsettled_names(tmp_path)) == 1
+        assert len(temporary_names(tmp_path)) == 1
         save(tmp_path, 3)
-        assert unsettled_names(tmp_path) == []
+        assert temporary_names(tmp_path) == []
 
 
 class TestResolve:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm_pcfg.training import checkpoint
-from lm_pcfg.training.checkpoint import CheckpointError
+from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage.checkpoint import CheckpointError
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

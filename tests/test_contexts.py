@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lm_pcfg.grammar.contexts import CONTEXTS, NEIGHBOURS, UNSURE, context_vectors, neighbour_information
-from lm_pcfg.settings import Init, ModelSection
+from lm_pcfg.grammar.families.sections import Init, TablesSection
 
 # 0 never occurs; 1 and 2 stand for one another between 3 and 4, 5 and 6 between 7 and 8.
 SENTENCES = [[3, 1, 4], [3, 2, 4], [7, 5, 8], [7, 6, 8], [3, 1, 4, 7, 5, 8], [3, 2, 4, 7, 6, 8]] * 20
@@ -67,4 +67,4 @@ def test_settings():
     assert str(Init.parse("contexts(0.1, 0.3)")) == "contexts(0.1, 0.3)"
     assert Init.parse("contexts(0.1, 0.3)") == Init("contexts", 0.1, 0.3)
     with pytest.raises(ValueError, match="contexts needs word embeddings"):
-        ModelSection(nonterminals=4, parameterization="tables", init="contexts(1, 1)")
+        TablesSection(nonterminals=4, init="contexts(1, 1)")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lm_pcfg.corpus.bench import measure
-from lm_pcfg.corpus.prepare import PrepareOptions, prepare
+from lm_pcfg.bench.data import measure
+from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
 from shards import random_lines, write_shard
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_million_lines_in_bounded_memory():
     report = measure([], lines=2_000_000)
     assert report["lines"] > 1_800_000  # the others have more than 40 words

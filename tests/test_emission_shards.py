@@ -13,14 +13,13 @@ import torch.multiprocessing as mp
 import flash_inside
 from flash_inside import Rules
 from flash_inside.softmax import rows
+from lm_pcfg.distributed.collectives import ProcessGroup
+from lm_pcfg.distributed.engine import shard_count
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.boundary import backward_through
-from lm_pcfg.grammar.computation import Computation
-from lm_pcfg.grammar.emission_shards import EmissionShards
-from lm_pcfg.grammar.feature_dropout import FeatureDropout
-from lm_pcfg.grammar.simple_pcfg import SimplePCFG
-from lm_pcfg.grammar.state_dropout import Kept, draw_kept
-from lm_pcfg.training.engine import shard_count
+from lm_pcfg.grammar.computation import Computation, backward_through
+from lm_pcfg.grammar.dropout import Dropout, FeatureDropout, draw_kept
+from lm_pcfg.grammar.emission import EmissionShards
+from lm_pcfg.grammar.families.sn_pcfg import SimplePCFG
 
 N, P, V = 5, 37, 101
 SENTENCES = [np.random.default_rng(number).integers(0, V, size) for number, size in enumerate((4, 1, 7, 2, 5, 3, 3))]
@@ -37,8 +36,6 @@ def model_of(parameterization: str) -> SimplePCFG:
         nonterminals=N,
         preterminals=P,
         words=V,
-        word_bias=True,
-        emission_smoothing=0.2,
         rotated_children=True,
         dimension=8,
         parameterization=parameterization,
@@ -47,26 +44,21 @@ def model_of(parameterization: str) -> SimplePCFG:
     return model.double()
 
 
-def subset(dropout: float) -> Kept | None:
-    return draw_kept(N, P, dropout, seed=3, step=7)
+def left_out(rate: float) -> Dropout:
+    """Symbols and coordinates: every process has to leave out the same ones."""
+    return Dropout(draw_kept(N, P, rate, seed=3, step=7), FeatureDropout.of_step(rate, seed=3, step=7))
 
 
-def coordinates(dropout: float) -> FeatureDropout:
-    """Every process has to drop the same ones."""
-    return FeatureDropout.of_step(dropout / 2, dropout, dropout / 3, seed=3, step=7)
-
-
-def dense_loss(model: SimplePCFG, kept: Kept | None, dropped: FeatureDropout) -> torch.Tensor:
+def dense_loss(model: SimplePCFG, dropout: Dropout) -> torch.Tensor:
     """Mean -log p with every matrix in full, and log space."""
     nonterminals, preterminals = model.symbols[:N], model.symbols[N:]
     root_output = model.root_output if model.parameterization == "paper" else model.symbols
-    if kept is not None:
+    if (kept := dropout.kept) is not None:
         nonterminals, preterminals = nonterminals[kept.nonterminals], preterminals[kept.preterminals]
         root_output = root_output[torch.cat((kept.nonterminals, N + kept.preterminals))]
-    nonterminals, preterminals = dropped.embeddings(nonterminals, 0), dropped.embeddings(preterminals, 1)
     symbols = torch.cat((nonterminals, preterminals))
     left, right = (
-        torch.softmax(dropped.parents(model.parent(nonterminals)) @ child(symbols, rotation(symbols)).T, 1)
+        torch.softmax(model.parent(nonterminals) @ child(symbols, rotation(symbols)).T, 1)
         for child, rotation in ((model.left_child, model.left_rotation), (model.right_child, model.right_rotation))
     )
     start = model.root_network(model.start) if model.parameterization == "paper" else model.start
@@ -80,8 +72,7 @@ def dense_loss(model: SimplePCFG, kept: Kept | None, dropped: FeatureDropout) ->
     features = model.emission_network(preterminals)
     if model.parameterization == "released":
         features = features + preterminals
-    logits = dropped.features(features) @ model.words.T + model.word_bias  # [P, V]
-    emission = torch.log(0.8 * torch.softmax(logits, 1) + 0.2 * model.background.softmax(0))
+    emission = (dropout.features(features) @ model.words.T).log_softmax(1)  # [P, V]
     words = torch.from_numpy(np.concatenate(SENTENCES))
     log_z = flash_inside.inside(
         Rules(root, left, right), emission[:, words].T, [len(s) for s in SENTENCES], "fp64", "reference"
@@ -89,9 +80,9 @@ def dense_loss(model: SimplePCFG, kept: Kept | None, dropped: FeatureDropout) ->
     return -log_z.sum() / len(SENTENCES)
 
 
-def sharded_loss(model: SimplePCFG, kept: Kept | None, how: Computation, batches: list[list[int]], world: int) -> float:
+def sharded_loss(model: SimplePCFG, how: Computation, batches: list[list[int]], world: int) -> float:
     """As the trainer does it; the gradients are on the parameters, not averaged yet."""
-    grammar = model(kept, how)
+    grammar = model(how)
     leaves = grammar.detached()
     total = 0.0
     for batch in batches:
@@ -131,10 +122,11 @@ def one_process(rank: int, folder: str, expected: dict) -> None:
             for shards in (number for number in range(1, world + 1) if world % number == 0):
                 for (name, deal), (networks, dropout) in itertools.product(DEALS.items(), expected):
                     counted.update(log_sum_exp=0, scaled_exp=0)
-                    model, kept = model_of(networks), subset(dropout)
-                    parts = EmissionShards(shards, rank, world) if shards > 1 else None
-                    how = Computation("fp64", shards=parts, dropout=coordinates(dropout))
-                    loss = torch.tensor(sharded_loss(model, kept, how, deal(rank, world), world), dtype=torch.float64)
+                    model, dropped = model_of(networks), left_out(dropout)
+                    group = ProcessGroup.of_neighbours(shards, rank, world) if shards > 1 else None
+                    parts = None if group is None else EmissionShards(group)
+                    how = Computation("fp64", shards=parts, dropout=dropped)
+                    loss = torch.tensor(sharded_loss(model, how, deal(rank, world), world), dtype=torch.float64)
                     dist.all_reduce(loss)
                     case = f"{world} processes, {shards} shards, {name}, {networks} networks, dropout {dropout}"
                     wanted_loss, wanted = expected[networks, dropout]
@@ -143,30 +135,29 @@ def one_process(rank: int, folder: str, expected: dict) -> None:
                         dist.all_reduce(parameter.grad)
                         difference = (parameter.grad / world - gradient).norm()
                         assert difference <= 1e-10 * gradient.norm(), case
-                    if how.shards is not None:
-                        assert how.shards.waited() > 0, case  # in two collectives
-                        assert how.shards.waited() == 0, case  # since then: none
+                    if group is not None:
+                        assert group.take_seconds() > 0, case  # in two collectives
+                        assert group.take_seconds() == 0, case  # since then: none
                     # What was really computed, forward and again backward: this process's part of the logits.
-                    preterminals = P if kept is None else len(kept.preterminals)
+                    preterminals = P if dropped.kept is None else len(dropped.kept.preterminals)
                     part = preterminals * (rank % shards + 1) // shards - preterminals * (rank % shards) // shards
                     assert counted == {"log_sum_exp": part * V, "scaled_exp": part * V}, case
             dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_loss_and_gradients_equal_the_dense_ones_on_1_to_4_processes(tmp_path):
     expected = {}
     for networks, dropout in itertools.product(("paper", "released"), (0.0, 0.4)):
         model = model_of(networks)
-        loss = dense_loss(model, subset(dropout), coordinates(dropout))
+        loss = dense_loss(model, left_out(dropout))
         expected[networks, dropout] = loss.item(), torch.autograd.grad(loss, list(model.parameters()))
     mp.spawn(one_process, (str(tmp_path), expected), nprocs=4)
 
 
-def test_parts_cover_all_preterminals_in_order(monkeypatch):
-    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: None)
+def test_parts_cover_all_preterminals_in_order():
     for preterminals, shards in [(37, 4), (2, 3), (8, 8), (1, 1), (1000, 7)]:
-        parts = [EmissionShards(shards, rank, shards).part(preterminals) for rank in range(shards)]
+        parts = [EmissionShards(ProcessGroup(rank, shards)).part(preterminals) for rank in range(shards)]
         assert [number for part in parts for number in range(part.start, part.stop)] == list(range(preterminals))
 
 

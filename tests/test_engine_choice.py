@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lm_pcfg.distributed import launcher
+from lm_pcfg.distributed.collectives import Collectives, lost_contact_reported
+from lm_pcfg.distributed.engine import Engine, _check_alike, _comparable
+from lm_pcfg.distributed.throughput import Throughput
+from lm_pcfg.distributed.zero import configure
 from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training.collectives import Collectives, telling_lost_contact
-from lm_pcfg.training.engine import Engine, _check_alike, _comparable
-from lm_pcfg.training.run_folder import choose_start
-from lm_pcfg.training.stop_signals import StopSignals
-from lm_pcfg.training.throughput import Throughput
-from lm_pcfg.training.word_of_stop import WordOfStop
-from lm_pcfg.training.zero_config import configure
+from lm_pcfg.storage.run_folder import choose_start
+from lm_pcfg.training.signals import StopFlag, StopSignals
 from texts import write_config
 
 
@@ -112,14 +112,14 @@ def test_workers_that_a_launcher_restarts_go_on_with_their_own_run(tmp_path, mon
     settings = load_settings(write_config(tmp_path), ["training.max_steps=2"])
     first, second, third = (loop.train(settings) for _ in range(3))
     assert [first.name, second.name, third.name] == ["small", "small-2", "small-3"]
-    assert choose_start(settings).folder.name == "small-4"
+    assert choose_start(settings, launcher.identity()).folder.name == "small-4"
     for other in (first, third):  # of other launchers
         (other / ".lock").write_text("elsewhere 1 2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    start = choose_start(settings)
+    start = choose_start(settings, launcher.identity())
     assert (start.folder, start.find_checkpoint(print).name) == (second, "step-00000002")
     again = load_settings(tmp_path / "small.yaml", ["resume=auto"])
-    assert choose_start(again).folder == first  # `auto` names the run itself
+    assert choose_start(again, launcher.identity()).folder == first  # `auto` names the run itself
 
 
 class TwoProcesses(Collectives):
@@ -129,10 +129,10 @@ class TwoProcesses(Collectives):
         super().__init__(rank, 2, None)
         self.said = said
 
-    def from_main(self, value):
+    def broadcast(self, value):
         return self.said
 
-    def gather(self, value):
+    def all_gather(self, value):
         return [value, self.said]
 
 
@@ -143,7 +143,7 @@ def test_a_failure_of_the_main_process_ends_the_others_quietly():
 
 
 def test_other_errors_are_not_taken_for_lost_contact():
-    with pytest.raises(RuntimeError, match="a bug"), telling_lost_contact():
+    with pytest.raises(RuntimeError, match="a bug"), lost_contact_reported():
         raise RuntimeError("a bug: Connection reset by peer")  # one process has no others to lose
 
 
@@ -156,9 +156,9 @@ def test_a_store_that_died_with_its_launcher(monkeypatch):
             raise error
 
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", Dead)
-    assert WordOfStop(StopSignals(), TwoProcesses(0)).heard()
+    assert StopFlag(StopSignals(), TwoProcesses(0)).is_set()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(LostContact, match="Failed to recv"), telling_lost_contact():
+    with pytest.raises(LostContact, match="Failed to recv"), lost_contact_reported():
         Dead().check([])
 
 

@@ -12,6 +12,7 @@ from engines_scenario import SAVED, STEPS
 from processes import ROOT, run_ranks
 from texts import write_config
 
+pytestmark = pytest.mark.long
 SCENARIO = str(ROOT / "tests" / "engines_scenario.py")
 ZERO = ["zero1", "zero2", "zero3"]
 

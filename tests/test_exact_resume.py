@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from lm_pcfg.training import checkpoint
+from lm_pcfg.storage import checkpoint
 from processes import ROOT, TRAIN, run_ranks
 
 # A model for which DDP does order its buckets anew after the first backward pass.
@@ -16,7 +16,7 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_ranks_resume_bit_for_bit(tmp_path):
     command = [TRAIN, "--config", str(ROOT / "configs" / "tiny.yaml"), *SETTINGS, f"runs_folder={tmp_path}"]
     run_ranks(3, [*command, "name=whole"])

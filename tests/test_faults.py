@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from chaos import Chaos, assert_same
-from lm_pcfg.training import checkpoint
+from lm_pcfg.storage import checkpoint
 from processes import TRAIN, alive, environment, free_port, launch_command, launched, wait_until, workers
 from texts import write_config
 
+pytestmark = pytest.mark.long
 ENDLESS = {
     "training": {"epochs": 100_000},
     "evaluation": {"every_epochs": None, "every_steps": 50, "patience": None},
@@ -110,13 +111,13 @@ FAILING = """
 import os, sys
 from lm_pcfg.cli import main
 from lm_pcfg.errors import UserError
-from lm_pcfg.training.loop import Trainer
-original = Trainer.step
+from lm_pcfg.training.steps import Steps
+original = Steps.step
 def step(self, batches):
     if self.position.step == 3 and self.engine.rank == 1:
         raise UserError("this rank's GPU fell off the bus")
     return original(self, batches)
-Trainer.step = step
+Steps.step = step
 sys.argv.insert(1, "train")
 main()
 """

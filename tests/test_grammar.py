@@ -11,11 +11,13 @@ from torch.nn import functional
 import flash_inside
 from grammars import random_rules
 from lm_pcfg.grammar import analysis
-from lm_pcfg.grammar.boundary import Emission, Grammar, backward_through
-from lm_pcfg.grammar.computation import Computation
-from lm_pcfg.grammar.simple_pcfg import SimplePCFG
-from lm_pcfg.grammar.state_dropout import Kept, draw_kept
-from lm_pcfg.grammar.table_pcfg import TablePCFG
+from lm_pcfg.grammar.computation import Computation, backward_through
+from lm_pcfg.grammar.dropout import Dropout, Kept, draw_kept
+from lm_pcfg.grammar.emission import Emission
+from lm_pcfg.grammar.families import sn_pcfg
+from lm_pcfg.grammar.families.sn_pcfg import SimplePCFG
+from lm_pcfg.grammar.families.tables import TablePCFG
+from lm_pcfg.grammar.grammar import Grammar
 
 N, P, V, D = 5, 7, 11, 6
 
@@ -128,7 +130,7 @@ def check_dropout(model, root_over):
     assert kept is not None
     assert (len(kept.nonterminals), len(kept.preterminals)) == (3, 4)
     columns = torch.cat((kept.nonterminals, kept.preterminals + N))
-    full, sub = model(), model(kept)
+    full, sub = model(), model(Computation(dropout=Dropout(kept)))
 
     def renormalised(probabilities, index):
         part = probabilities[..., index]
@@ -180,27 +182,28 @@ def test_gradients_gathered_on_the_grammar_equal_plain_autograd(kept):
     """Three micro-batches, one backward pass of the networks."""
     model = make_model()
     batches = [(torch.tensor([1, 4, 4, 0]), [3, 1]), (torch.tensor([7]), [1]), (torch.tensor([2, 3, 5]), [3])]
-    grammar = model(kept)
+    grammar = model(Computation(dropout=Dropout(kept)))
     leaves = grammar.detached()
     for words, lengths in batches:
         (-leaves.log_likelihood(words, lengths, precision="fp64").sum() / 4).backward()
     backward_through(grammar, leaves).backward()
     ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    plain = model(kept)
+    plain = model(Computation(dropout=Dropout(kept)))
     (-sum(plain.log_likelihood(*batch, precision="fp64").sum() for batch in batches) / 4).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-10, atol=1e-14, msg=name)
 
 
-def test_gradients_of_bf16_rules_are_gathered_in_fp32():
+def test_gradients_of_bf16_rules_are_gathered_in_fp32(monkeypatch):
     """Sixteen micro-batches, each of whose gradients bf16 would round away beside the sum of the others."""
     model = make_model().float()
     batches = [(torch.tensor([number % V, 4, 0]), [3]) for number in range(16)]
     gradients = {}
     for rules, precision in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         model.zero_grad()
-        grammar = model(None, Computation(rules=rules))
+        monkeypatch.setattr(sn_pcfg, "rules_type", lambda precision, nonterminals, rules=rules: rules)
+        grammar = model()
         leaves = grammar.detached()
         assert leaves.left.dtype == rules
         for words, lengths in batches:
@@ -212,10 +215,11 @@ def test_gradients_of_bf16_rules_are_gathered_in_fp32():
         assert (narrow - wide).norm() <= 8e-2 * wide.norm()  # the root's is small, and a chart of bf16 is noisy
 
 
-def test_bf16_rules_without_detaching_are_refused():
+def test_bf16_rules_without_detaching_are_refused(monkeypatch):
     """Their gradients would be lost without a word."""
     model = make_model().float()
-    grammar = model(None, Computation(rules=torch.bfloat16))
+    monkeypatch.setattr(sn_pcfg, "rules_type", lambda precision, nonterminals: torch.bfloat16)
+    grammar = model()
     with pytest.raises(RuntimeError, match=r"use detached\(\)"):
         grammar.log_likelihood(torch.tensor([1, 2]), [2], precision="bf16")
     with torch.no_grad():
@@ -227,7 +231,7 @@ def test_words_of_a_preterminal_sum_to_one_in_every_precision(precision):
     """Large logits: rounded for the normalisers alone, the probabilities would sum to 0.9 or 1.1."""
     generator = torch.Generator().manual_seed(0)
     features, embeddings = (torch.randn(rows, 64, generator=generator) * 1.5 for rows in (P, 50))
-    emission = Emission.of(features, embeddings, Computation(precision))
+    emission = Emission.of(features, embeddings, precision)
     totals = emission.log_probabilities(torch.arange(50)).logsumexp(0)
     torch.testing.assert_close(totals, torch.zeros(P), rtol=0, atol=1e-4)
 
@@ -298,11 +302,11 @@ def test_a_subcritical_grammar_gives_all_its_mass_to_finite_strings(stop):
     mass = mass_by_length(grammar, 70)
     assert mass.sum().item() <= 1 + 1e-12
     assert mass.sum().item() == pytest.approx(1, abs=1e-3)
-    assert analysis.spectral_radius(grammar) == pytest.approx(2 * (1 - stop), rel=1e-6)
-    assert analysis.finite_mass(grammar) == pytest.approx(1, abs=1e-9)
+    assert analysis.spectral_radius(grammar.rules) == pytest.approx(2 * (1 - stop), rel=1e-6)
+    assert analysis.finite_mass(grammar.rules) == pytest.approx(1, abs=1e-9)
     mean = (mass * torch.arange(1, 71)).sum().item()
-    assert analysis.expected_length(grammar) == pytest.approx(mean, rel=5e-2)
-    assert mean <= analysis.expected_length(grammar)
+    assert analysis.expected_length(grammar.rules) == pytest.approx(mean, rel=5e-2)
+    assert mean <= analysis.expected_length(grammar.rules)
 
 
 @pytest.mark.parametrize("stop", [0.4, 0.2])
@@ -310,16 +314,16 @@ def test_a_supercritical_grammar_loses_mass(stop):
     grammar = grammar_with_stop(stop)
     total = mass_by_length(grammar, 70).sum().item()
     assert total < 1 - 1e-2
-    assert analysis.spectral_radius(grammar) > 1
-    assert analysis.finite_mass(grammar) == pytest.approx(total, abs=1e-3)
-    assert math.isinf(analysis.expected_length(grammar))
+    assert analysis.spectral_radius(grammar.rules) > 1
+    assert analysis.finite_mass(grammar.rules) == pytest.approx(total, abs=1e-3)
+    assert math.isinf(analysis.expected_length(grammar.rules))
 
 
 def test_spectral_radius_is_the_largest_eigenvalue():
     rules = random_rules(20, 9, seed=8, spread=3.0)
     grammar = Grammar(*rules, Emission(torch.ones(9, 1), torch.zeros(1, 1), torch.zeros(9)))
     exact = torch.linalg.eigvals(rules.left[:, :20] + rules.right[:, :20]).abs().max().item()
-    assert analysis.spectral_radius(grammar) == pytest.approx(exact, rel=1e-6)
+    assert analysis.spectral_radius(grammar.rules) == pytest.approx(exact, rel=1e-6)
 
 
 def test_a_chain_of_symbols_is_no_trouble():
@@ -332,11 +336,11 @@ def test_a_chain_of_symbols_is_no_trouble():
     children[:, n:] += (1 - children.sum(1, keepdim=True)) / P
     root = torch.full((n,), 1 / n, dtype=torch.float64)
     grammar = Grammar(root, children, children, Emission(torch.ones(P, 1), torch.zeros(1, 1), torch.zeros(P)))
-    assert analysis.spectral_radius(grammar) == pytest.approx(0.9, abs=1e-2)
-    assert math.isfinite(analysis.expected_length(grammar))
+    assert analysis.spectral_radius(grammar.rules) == pytest.approx(0.9, abs=1e-2)
+    assert math.isfinite(analysis.expected_length(grammar.rules))
 
 
 def test_summary_is_finite():
-    assert all(math.isfinite(value) for value in analysis.summary(make_model()()).values())
+    assert all(math.isfinite(value) for value in make_model()().describe(thorough=True).values())
     no_nonterminal_children = grammar_with_stop(1.0)
-    assert all(math.isfinite(value) for value in analysis.summary(no_nonterminal_children).values())
+    assert all(math.isfinite(value) for value in no_nonterminal_children.describe().values())

@@ -1,4 +1,4 @@
-"""The files of launch/: readable by those they are for, without contradiction, and all told of in its README."""
+"""The files of launch/: readable by those they are for, without contradiction, and all in the manual."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from shutil import which
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch"
-README = (LAUNCH / "README.md").read_text(encoding="utf-8")
+MANUAL = (LAUNCH.parent / "docs" / "clusters.md").read_text(encoding="utf-8")
 SCRIPTS = sorted((LAUNCH / "slurm").glob("*.sbatch"))
 
 
@@ -46,6 +47,17 @@ def test_every_script_is_requeued_warned_and_keeps_its_log(script):
     for directive in ("--requeue", "--signal=B:USR1@120", "--open-mode=append", "--ntasks-per-node=1"):
         assert f"#SBATCH {directive}\n" in text
     assert subprocess.run(["bash", "-n", script]).returncode == 0
+
+
+def test_shellcheck_finds_nothing():
+    if which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    scripts = [path for path in sorted((LAUNCH / "slurm").iterdir()) if path.suffix in (".sh", ".sbatch")]
+    assert len(scripts) == 6
+    scripts += [LAUNCH.parent / ".ci" / "run"]
+    scripts += [file for room in ("kernels", "docs") for file in (LAUNCH.parent / room).rglob("*.sh")]
+    result = subprocess.run(["shellcheck", *scripts], cwd=LAUNCH.parent, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize(
@@ -104,12 +116,12 @@ def split_by_job_script(folder: Path, overrides: str | None) -> subprocess.Compl
     return subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True)
 
 
-def test_the_readme_tells_of_every_file_and_of_every_variable():
+def test_the_manual_tells_of_every_file_and_of_every_variable():
     for file in [*LAUNCH.glob("accelerate/*.yaml"), *SCRIPTS]:
-        assert f"launch/{file.parent.name}/{file.name}" in README
+        assert f"launch/{file.parent.name}/{file.name}" in MANUAL
     read = {
         name for file in (LAUNCH / "slurm").iterdir() for name in re.findall(r"\$\{([A-Z_]+):[-=]", file.read_text())
     }
     own = {name for name in read if not name.startswith("SLURM")}
     assert own >= {"CONFIG", "OVERRIDES", "VENV", "ZERO", "MAIN_PORT"}
-    assert all(f"`{name}`" in README for name in own), own
+    assert all(f"`{name}`" in MANUAL for name in own), own

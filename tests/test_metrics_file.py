@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lm_pcfg.training.metrics_file import MetricsFile, read_metrics
+from lm_pcfg.storage.metrics_file import MetricsFile, read_metrics
 
 
 def strict_lines(path: Path) -> list[dict[str, Any]]:

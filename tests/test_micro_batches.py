@@ -9,9 +9,10 @@ import torch
 from flash_inside import Statistics
 from flash_inside.softmax import log_normalizers
 from lm_pcfg.corpus.batches import Batch
-from lm_pcfg.grammar.boundary import Emission, Grammar
+from lm_pcfg.grammar.emission import Emission
+from lm_pcfg.grammar.grammar import Grammar
+from lm_pcfg.grammar.likelihood import accumulate_gradients
 from lm_pcfg.settings import InsideSection
-from lm_pcfg.training.micro_batches import accumulate_gradients
 
 N, P, V = 6, 9, 14
 

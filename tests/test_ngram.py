@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lm_pcfg import cli
-from lm_pcfg.baselines.ngram import KneserNey, compare
+from lm_pcfg.bench.ngram import KneserNey, compare
 from lm_pcfg.corpus.sentences import Sentences, encode_sentences
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions
 from lm_pcfg.errors import UserError

@@ -13,12 +13,12 @@ from subprocess import Popen
 
 import pytest
 
-from lm_pcfg.training import checkpoint
+from lm_pcfg.storage import checkpoint
 from processes import alive, launch_command, launched, wait_until, workers
 from texts import write_config
 
 # `make chaos` runs all of them; tests/test_faults.py has three in every test run.
-pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+pytestmark = pytest.mark.chaos
 SECONDS = 40.0  # in which everything has to be over, on a machine that is busy with all of these at once
 
 

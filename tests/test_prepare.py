@@ -21,17 +21,19 @@ import pytest
 from typer.testing import CliRunner
 
 from lm_pcfg.cli import app
-from lm_pcfg.corpus import embedded, ptb
+from lm_pcfg.corpus import embedded
 from lm_pcfg.corpus.batches import BatchOptions
-from lm_pcfg.corpus.blocks import in_memory
-from lm_pcfg.corpus.pieces import PieceVocabulary, open_model
-from lm_pcfg.corpus.prepare import PrepareOptions, prepare
-from lm_pcfg.corpus.prepared import PreparedCorpus, PreparedError, read_manifest, verify, vocabulary_of
-from lm_pcfg.corpus.sentences import Limits, encode_sentences
-from lm_pcfg.corpus.shard_files import ShardError
-from lm_pcfg.corpus.shard_stream import ShardStream, Source
+from lm_pcfg.corpus.lengths import Limits
+from lm_pcfg.corpus.pieces import PieceVocabulary, load_vocabulary, open_model
+from lm_pcfg.corpus.preparation import ptb
+from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
+from lm_pcfg.corpus.sentences import encode_sentences
+from lm_pcfg.corpus.shards.blocks import Source, StreamedText
+from lm_pcfg.corpus.shards.files import ShardError
+from lm_pcfg.corpus.shards.plan import ShardPlan
+from lm_pcfg.corpus.shards.prepared import PreparedCorpus, PreparedError, read_manifest, verify, vocabulary_of
+from lm_pcfg.corpus.stream import BatchStream
 from lm_pcfg.corpus.treebank import TreeError, read_trees, words_of
-from lm_pcfg.corpus.vocabularies import load_vocabulary
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyError, VocabularyOptions
 from lm_pcfg.errors import UserError
 from shards import random_lines, take_epoch, write_shard
@@ -42,8 +44,8 @@ COMMAND = [sys.executable, "-m", "lm_pcfg", "prepare"]
 
 
 def sentences(folder: Path) -> list[list[int]]:
-    manifest = read_manifest(folder)
-    corpus = in_memory(PreparedCorpus(folder), vocabulary_of(manifest), Limits())
+    vocabulary = vocabulary_of(read_manifest(folder))
+    corpus = StreamedText([Source(PreparedCorpus(folder, vocabulary))], vocabulary).in_memory()
     return [corpus[k].tolist() for k in range(len(corpus))]
 
 
@@ -77,7 +79,7 @@ def test_every_kind_of_input_gives_the_same_corpus(tmp_path, kind, processes):
     folder = made(tmp_path / "out", tmp_path / f"in-*{kind}", processes=processes, shard_lines=90, words=words)
     vocabulary = Vocabulary.build((line.split() for line in lines), words)
     assert load_vocabulary(folder / "vocab") == vocabulary
-    assert sentences(folder) == [vocabulary.encode(line.split()) for line in lines if line.split()]
+    assert sentences(folder) == vocabulary.tokenise([line for line in lines if line.split()])
     manifest = read_manifest(folder)
     verify(manifest)
     counts = manifest.counts
@@ -140,11 +142,11 @@ def test_explicit_ends_are_added_to_prepared_ids(tmp_path):
     assert explicit == Vocabulary.build(
         (line.split() for line in lines), VocabularyOptions(size=None, end_of_sentence=True)
     )
-    corpus = PreparedCorpus(folder)
-    expected = [explicit.encode(line.split()) for line in lines]
-    loaded = in_memory(corpus, explicit, Limits())
+    expected = [[*ids, explicit.end_id] for ids in explicit.tokenise(lines)]
+    text = StreamedText([Source(PreparedCorpus(folder, explicit))], explicit)
+    loaded = text.in_memory()
     assert [loaded[k].tolist() for k in range(3)] == expected
-    (batch,) = take_epoch(ShardStream([Source(corpus)], explicit, BatchOptions(), shuffle=False))
+    (batch,) = take_epoch(BatchStream(ShardPlan(text, BatchOptions())))
     at = np.cumsum([0, *batch.lengths])
     assert [batch.words[at[k] : at[k + 1]].tolist() for k in range(3)] == [expected[line] for line in batch.lines]
 
@@ -293,15 +295,16 @@ def test_bad_inputs_are_named_or_left_out_and_counted(tmp_path):
 
 
 def test_long_rows_make_smaller_shards(tmp_path, monkeypatch):
-    from lm_pcfg.corpus import prepare_shards, shard_files
+    from lm_pcfg.corpus.preparation import shards
+    from lm_pcfg.corpus.shards import files
 
-    monkeypatch.setattr(prepare_shards, "SHARD_BYTES", 2000)
-    monkeypatch.setattr(shard_files, "BYTES_AT_A_TIME", 500)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(files, "BYTES_AT_A_TIME", 500)
     lines = random_lines(300, longest=30, blank=0)
     folder = made(tmp_path / "out", write_shard(tmp_path / "a.txt", lines), write_shard(tmp_path / "b.parquet", lines))
     assert len(read_manifest(folder).shards) > 4
     vocabulary = vocabulary_of(read_manifest(folder))
-    assert sentences(folder) == [vocabulary.encode(line.split()) for line in lines] * 2
+    assert sentences(folder) == vocabulary.tokenise(lines) * 2
 
 
 def test_a_damaged_manifest_or_shard_is_found(tmp_path):
@@ -339,7 +342,7 @@ def test_trees_give_text_and_gold_trees(tmp_path):
     assert trees[0] == "(S (NP-SBJ-1 (DT The) (NN cat)) (VP (VBD was) (VP (VBN seen))) (. .))"
     assert trees[1] == "(NP (NN Dog))"
     vocabulary = vocabulary_of(read_manifest(folder))
-    assert sentences(folder) == [vocabulary.encode(words_of(tree)) for tree in trees]
+    assert sentences(folder) == vocabulary.tokenise([" ".join(words_of(tree)) for tree in trees])
     (shard,) = (folder / "shards").glob("*.parquet")
     assert pq.read_table(shard).column("tree").to_pylist() == trees
     assert pq.read_table(shard).column("text").to_pylist() == (folder / "text.txt").read_text().splitlines()
@@ -396,7 +399,7 @@ def test_a_folder_in_the_hubs_layout(tmp_path):
     hub = hub_folder(tmp_path / "hub", train=lines, validation=["w1 w2"], test=["w3"])
     folder = made(tmp_path / "out", hub, split="train", text_field="sentence")
     vocabulary = vocabulary_of(read_manifest(folder))
-    assert sentences(folder) == [vocabulary.encode(line.split()) for line in lines if line]
+    assert sentences(folder) == vocabulary.tokenise([line for line in lines if line])
     valid = made(tmp_path / "valid", hub, split="validation", text_field="sentence", existing=str(folder))
     assert read_manifest(valid).counts["lines"] == 1
     with pytest.raises(ShardError, match="its fields: sentence"):
@@ -417,13 +420,13 @@ def test_a_folder_in_the_hubs_layout_that_changed(tmp_path, capsys):
 
 
 def test_rows_of_the_hub_before_a_bad_one_are_kept(tmp_path, monkeypatch):
-    from lm_pcfg.corpus import prepare_shards
+    from lm_pcfg.corpus.preparation import shards
 
     def rows_of_split(*arguments):
         yield from ["a b"] * 50
         raise ShardError("hub: damaged")
 
-    monkeypatch.setattr(prepare_shards, "rows_of_split", rows_of_split)
+    monkeypatch.setattr(shards, "rows_of_split", rows_of_split)
     folder = made(tmp_path / "out", "some/text", split="train", on_error="skip")
     assert read_manifest(folder).counts["lines"] == 50
     assert read_manifest(folder).content["damage"] == ["hub: damaged"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flash_inside
-from flash_inside import Rules
+from flash_inside import ResidentRules, Rules
 from grammars import random_emissions, random_rules, rules_that_lose_a_row
 
 
@@ -249,5 +249,5 @@ def test_nan_is_neither_a_figure_nor_impossible(spoilt, backend):
 
 def test_memory_for_gradients_has_the_shape_of_the_rules():
     memory = torch.empty(3, 4), torch.empty(3, 4)
-    with pytest.raises(ValueError, match=r"of_rules must be two tensors \[3, 7\]"):
-        flash_inside.inside_unchecked(random_rules(3, 4), random_emissions(5, 4), [2, 3], of_rules=memory)
+    with pytest.raises(ValueError, match=r"gradient_memory must be two tensors \[3, 7\]"):
+        flash_inside.inside_unchecked(ResidentRules(*random_rules(3, 4), memory), random_emissions(5, 4), [2, 3])

@@ -1,16 +1,14 @@
-"""Every command the README shows is started here, in a folder of its own, as a newcomer would."""
+"""Every command the README and the manual show is started here, in a folder of its own, as a newcomer would.
+
+test_first_steps.py has docs/first-steps.md, test_two_hosts.py docs/clusters.md."""
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import tempfile
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,11 +17,17 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 
 
+def blocks_of(page: str, language: str) -> list[str]:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
 def commands() -> list[str]:
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    """Without repetition, in the order of the pages."""
+    pages = ("README.md", "docs/data.md", "docs/training.md", "docs/benchmarks.md")
+    blocks = [block for page in pages for block in blocks_of(page, "bash")]
     lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line and not line.startswith("#")]
+    return list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
 
 
 def environment() -> dict[str, str]:
@@ -39,47 +43,17 @@ def start(command: list[str], folder: Path, timeout: float = 600) -> subprocess.
     return result
 
 
-@cache
-def start_demo() -> tuple[tempfile.TemporaryDirectory, subprocess.Popen[str]]:
-    """`make demo` in a checkout of its own, with the environment of this test in place of a new one.
-
-    Three minutes of training: begun before the first test (conftest.py), at the lowest priority.
-    """
-    checkout = tempfile.TemporaryDirectory()
-    for name in ("Makefile", "pyproject.toml", "configs", "lm_pcfg", "kernels"):
-        Path(checkout.name, name).symlink_to(REPOSITORY / name)
-    demo = ["nice", "-n", "19", "make", "demo", f"BIN={BIN}", "-o", ".venv/.installed"]  # -o: taken as up to date
-    with open(Path(checkout.name, "demo.out"), "w") as out, open(Path(checkout.name, "demo.err"), "w") as err:
-        process = subprocess.Popen(
-            demo, cwd=checkout.name, stdout=out, stderr=err, text=True, env=environment(), start_new_session=True
-        )
-
-    def end() -> None:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    atexit.register(end)
-    return checkout, process
-
-
-BEGIN_EARLY = {
-    "test_the_demo_comes_within_five_percent_of_the_best_possible": start_demo,
-    "test_every_command_of_the_readme_runs": start_demo,
-}
-
-
 @pytest.fixture(scope="module")
-def after_demo() -> tuple[Path, str]:
-    """A checkout in which `make demo` has run."""
-    checkout, process = start_demo()
-    folder = Path(checkout.name)
-    code = process.wait(timeout=900)
-    assert code == 0, (folder / "demo.out").read_text() + (folder / "demo.err").read_text()
-    return folder, (folder / "demo.out").read_text()
+def after_demo(tmp_path_factory) -> tuple[Path, str]:
+    """A checkout in which `make demo` has run, with the environment of this test in place of a new one; its output."""
+    checkout = tmp_path_factory.mktemp("checkout")
+    for name in ("Makefile", "pyproject.toml", "configs", "lm_pcfg", "kernels"):
+        (checkout / name).symlink_to(REPOSITORY / name)
+    demo = ["make", "demo", f"BIN={BIN}", "-o", ".venv/.installed"]  # -o: taken as up to date
+    return checkout, start(demo, checkout, timeout=900).stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_demo_comes_within_five_percent_of_the_best_possible(after_demo):
     _, output = after_demo
     last = output.strip().splitlines()[-1]
@@ -90,7 +64,7 @@ def test_the_demo_comes_within_five_percent_of_the_best_possible(after_demo):
     assert 1.0 <= ratio <= 1.05
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("command", commands())
 def test_every_command_of_the_readme_runs(command, after_demo):
     folder, output = after_demo
@@ -108,15 +82,39 @@ def test_every_command_of_the_readme_runs(command, after_demo):
         assert result.stdout.strip()
 
 
-def test_the_python_of_the_readme_runs():
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 1
+@pytest.mark.parametrize("page", ["README.md", "docs/kernels.md"])
+def test_the_python_of_a_page_runs(page):
+    (block,) = blocks_of(page, "python")
     names: dict = {}
-    exec(blocks[0], names)
+    exec(block, names)
     assert names["log_z"].shape == (2,)
-    assert len(names["trees"]) == 2
+    assert len(names["spans"]) == len(names["trees"]) == 2
 
 
 def test_the_readme_shows_commands():
-    assert len(commands()) >= 8
+    assert len(commands()) >= 20
+
+
+DOCUMENTS = [
+    path
+    for pattern in ("*.md", "*/*.md", "docs/**/*.md", "lm_pcfg/**/*.md")
+    for path in sorted(REPOSITORY.glob(pattern))
+    if not path.relative_to(REPOSITORY).parts[0].startswith(".")
+]
+
+
+def test_every_relative_link_leads_to_a_file():
+    broken = [
+        f"{path.relative_to(REPOSITORY)}: {link}"
+        for path in DOCUMENTS
+        for link in re.findall(r"\]\(([^)#\s]+)\)", path.read_text(encoding="utf-8"))
+        if "://" not in link and not (path.parent / link).exists()
+    ]
+    assert not broken
+
+
+def test_readmes_are_short():
+    for path in DOCUMENTS:
+        if path.name == "README.md":
+            most = 120 if path.parent == REPOSITORY else 60
+            assert len(path.read_text(encoding="utf-8").splitlines()) <= most, path

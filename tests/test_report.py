@@ -14,12 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from lm_pcfg import cli
+from lm_pcfg.bench.plot import draw_curves
 from lm_pcfg.errors import UserError
-from lm_pcfg.inference import curve_plot
-from lm_pcfg.inference.learning_curves import read_runs, summary, table
+from lm_pcfg.inference.report import read_runs, summary, table
 from lm_pcfg.settings_file import load_settings
+from lm_pcfg.storage.metrics_file import MetricsFile
 from lm_pcfg.training import loop
-from lm_pcfg.training.metrics_file import MetricsFile
 from texts import write_config
 
 CONFIG = "name: x\nmodel: {nonterminals: 64}\ntraining: {epochs: 3}\n"
@@ -100,7 +100,7 @@ def test_what_is_not_finite_is_no_trouble(tmp_path):
     assert (line["best_valid_ppl"], line["training_seconds"]) == (80.0, 35.0)
     assert line["last_train_ppl"] == pytest.approx(90.0)
     assert line["reached_step"] == 3
-    xml.fromstring(curve_plot.draw(read_runs([folder], pytest.fail)))
+    xml.fromstring(draw_curves(read_runs([folder], pytest.fail)))
 
 
 @pytest.mark.parametrize("content", [b"", b'{"step": 3, "tr', b"\x00\xff\n[]\n"], ids=["empty", "cut off", "garbage"])
@@ -115,7 +115,7 @@ def test_runs_that_have_hardly_begun(tmp_path, content):
         None,
     )
     assert "a (unfinished)" in table([line])
-    xml.fromstring(curve_plot.draw(read_runs([folder], pytest.fail), 10.0))
+    xml.fromstring(draw_curves(read_runs([folder], pytest.fail), 10.0))
 
 
 def test_without_validation_or_settings(tmp_path):
@@ -151,7 +151,7 @@ def test_older_metrics_have_their_times_from_time_stamps(tmp_path):
 
 def test_training_time_leaves_out_evaluations_and_pauses(tmp_path, monkeypatch):
     """... and a resumed run has all of it, though it was stopped between two lines of metrics."""
-    step, evaluate = loop.Trainer.step, loop.evaluate
+    step, evaluate = loop.Steps.step, loop.evaluate
 
     def slow_step(self, batches):
         time.sleep(0.02)
@@ -164,7 +164,7 @@ def test_training_time_leaves_out_evaluations_and_pauses(tmp_path, monkeypatch):
         time.sleep(0.5)
         return evaluate(*arguments)
 
-    monkeypatch.setattr(loop.Trainer, "step", slow_step)
+    monkeypatch.setattr(loop.Steps, "step", slow_step)
     monkeypatch.setattr(loop, "evaluate", slow_evaluation)
     changes = {"training": {"epochs": 1, "log_every": 5}, "evaluation": {"every_steps": 2}}
     settings = load_settings(write_config(tmp_path, **changes), ["resume=auto"])

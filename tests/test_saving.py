@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training import checkpoint, loop, saving
+from lm_pcfg.storage import checkpoint, saving
+from lm_pcfg.training import loop
 from lm_pcfg.training.position import Position
 from processes import launch_command, launched
 from texts import write_config
@@ -29,7 +30,7 @@ def run(folder: Path, *overrides: str, **changes) -> Path:
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     """The write of step 4 waits for step 7, so steps 5, 6 and 7 cannot have waited for it."""
-    reached, original_save, original_step = threading.Event(), checkpoint.save, loop.Trainer.step
+    reached, original_save, original_step = threading.Event(), checkpoint.save, loop.Steps.step
 
     def slow_save(folder, step, **content):
         assert step != 4 or reached.wait(60)
@@ -42,7 +43,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         return applied
 
     monkeypatch.setattr(checkpoint, "save", slow_save)
-    monkeypatch.setattr(loop.Trainer, "step", step)
+    monkeypatch.setattr(loop.Steps, "step", step)
     folder = run(tmp_path, "checkpoint.every_steps=4")
     assert [path.name for path in checkpoint.list_checkpoints(folder)] == ["step-00000012", "step-00000016"]
     checkpoint.verify(checkpoint.latest(folder))
@@ -79,7 +80,7 @@ def test_a_failed_write_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
         written.set()
         raise checkpoint.CheckpointError(f"cannot write checkpoint {step}: {os.strerror(errno.EROFS)}")
 
-    original_step = loop.Trainer.step
+    original_step = loop.Steps.step
 
     def step(self, batches):
         if self.position.step >= 3:
@@ -88,7 +89,7 @@ def test_a_failed_write_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
         return original_step(self, batches)
 
     monkeypatch.setattr(checkpoint, "save", save)
-    monkeypatch.setattr(loop.Trainer, "step", step)
+    monkeypatch.setattr(loop.Steps, "step", step)
     with pytest.raises(checkpoint.CheckpointError, match="cannot write checkpoint 3: Read-only file system"):
         run(tmp_path, **EVERY_STEP)
     assert steps[-1] <= 4
@@ -177,6 +178,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_a_run_of_two_processes_with_one_line(tmp_path, small_disk):
     config = write_config(tmp_path, runs_folder=str(small_disk / "runs"), **EVERY_STEP)
     log = tmp_path / "log"

@@ -11,26 +11,29 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from lm_pcfg.bench import scaling
+from lm_pcfg.bench.scaling import LINKS, Machines, predict, step_on_one_gpu
 from lm_pcfg.cli import app
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.build import build_model
-from lm_pcfg.settings import ModelSection
-from lm_pcfg.training import scaling
-from lm_pcfg.training.scaling import LINKS, Machines, predict, step_on_one_gpu
+from lm_pcfg.grammar import families
+from lm_pcfg.grammar.families.sections import SNPCFGSection
 
-LARGE = ModelSection(nonterminals=4096)
+LARGE = SNPCFGSection(nonterminals=4096)
 WORDS = 10_000
 
 
 @pytest.mark.parametrize("parameterization", ["paper", "released", "tables"])
 @pytest.mark.parametrize("root", ["all", "nonterminals"])
 def test_parameters_are_those_of_the_model(parameterization, root):
-    settings = ModelSection(nonterminals=7, preterminals=9, dimension=6, parameterization=parameterization, root=root)
-    built = build_model(settings, ["word"] * 11, seed=0)
+    networks = {"dimension": 6, "parameterization": parameterization}
+    family = families.get("tables" if parameterization == "tables" else "sn_pcfg")
+    own = {} if parameterization == "tables" else networks
+    settings = family.section(nonterminals=7, preterminals=9, root=root, **own)
+    built = family.build(settings, ["word"] * 11, seed=0)
     assert scaling.parameters(settings, 11) == sum(parameter.numel() for parameter in built.parameters())
 
 
-def at(gpus: int, machines: Machines | None = None, model: ModelSection = LARGE, **options) -> scaling.Prediction:
+def at(gpus: int, machines: Machines | None = None, model: SNPCFGSection = LARGE, **options) -> scaling.Prediction:
     return predict(model, WORDS, step_on_one_gpu(model, WORDS), machines or Machines(), gpus, **options)
 
 
@@ -72,7 +75,7 @@ def test_repeated_rules_bite_where_the_batch_does_not_grow():
 
 
 def test_the_emission_is_divided_as_the_trainer_does_it():
-    from lm_pcfg.training.engine import shard_count
+    from lm_pcfg.distributed.engine import shard_count
 
     for gpus in (1, 8, 1024):
         assert at(gpus) == at(gpus, emission_shards=shard_count("auto", gpus))
@@ -85,7 +88,7 @@ def test_a_measured_step_replaces_the_table():
     with pytest.raises(UserError, match="--step-ms"):
         step_on_one_gpu(LARGE, WORDS, step_ms=0.1)
     with pytest.raises(UserError, match="--inside-ms"):
-        step_on_one_gpu(ModelSection(nonterminals=1000), WORDS)
+        step_on_one_gpu(SNPCFGSection(nonterminals=1000), WORDS)
 
 
 def test_zero_divides_all_but_never_more_than_there_is():
@@ -116,7 +119,7 @@ def test_the_command_takes_the_model_of_a_config():
 
 
 def test_the_table_of_the_readme_is_what_the_command_says():
-    text = (Path(__file__).resolve().parents[1] / "launch" / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[1] / "docs/lab/clusters.md").read_text(encoding="utf-8")
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if re.match(r"\| .* \| 100 % \|", line)]
     assert len(rows) == 6
     for title, *figures in rows:

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lm_pcfg import cli
+from lm_pcfg.bench.search import settings_of
 from lm_pcfg.errors import UserError
-from lm_pcfg.search import settings_of
 from lm_pcfg.training import loop
 from processes import alive, descendants, kill, launched, wait_until
 from texts import write_config
@@ -59,7 +59,7 @@ def test_changes_on_the_command_line_leave_a_variant_what_it_is_about(file):
 
 
 def test_a_stopped_search_continues_where_it_was(file, monkeypatch):
-    original = loop.Trainer.step
+    original = loop.Steps.step
 
     def step(self, batches):
         result = original(self, batches)
@@ -68,7 +68,7 @@ def test_a_stopped_search_continues_where_it_was(file, monkeypatch):
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Trainer, "step", step)
+        patch.setattr(loop.Steps, "step", step)
         stopped = search(file)
     assert "ema (unfinished)" in stopped
     assert "wild" not in stopped
@@ -93,6 +93,7 @@ def test_several_at_once_are_what_one_after_another_are(file):
     assert figures(search(file)) == figures(together)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_search_that_is_stopped_stops_what_it_trains_at_once(file, number):
     file.write_text(

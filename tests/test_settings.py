@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,9 @@ from hypothesis import strategies as st
 
 from lm_pcfg.corpus.batches import BatchOptions
 from lm_pcfg.corpus.vocabulary import VocabularyOptions
-from lm_pcfg.settings import Init, Section, Settings
-from lm_pcfg.settings_file import SettingsError, dump_yaml, load_settings
+from lm_pcfg.grammar.families.sections import Init
+from lm_pcfg.settings import Section, Settings
+from lm_pcfg.settings_file import SettingsError, dump_yaml, load_settings, settings_class
 
 SMALLEST = "data: {train: train.txt}\nmodel: {nonterminals: 64}\n"
 
@@ -90,7 +94,7 @@ def test_sections_fit_the_corpus(config: Path) -> None:
         ("loss.xyz=3", "unknown key 'loss.xyz' (keys here: normalise)"),
         ("optimizer={schedule: {kinds: linear}}", "unknown key 'optimizer.schedule.kinds' (did you mean 'optimizer.s"),
         ("seed.x=1", "'seed' is not a section"),
-        ("model=5", "model = 5 should be a section with keys such as 'nonterminals'"),
+        ("model=5", "model = 5 should be a section with keys such as 'family'"),
         ("model", "'model' should be of the form dotted.key=value"),
         ("=5", "'=5' should be of the form dotted.key=value"),
         ("seed=[1", "seed: line 1, column 3: "),
@@ -141,11 +145,66 @@ def test_checks_across_keys(config: Path) -> None:
     assert "data: curriculum.start 50 should not be above max_length 40" in error_of(config, "data.curriculum.start=50")
     assert load_settings(config, ["data.curriculum.start=50", "data.max_length=60"]).data.curriculum.start == 50
     assert "cannot be standard input" in error_of(config, "data.train=-")
-    for option in ("word_dimension=8", "emission_temperature=2", "embedding_dropout=0.1", "children=rotated"):
-        message = error_of(config, "model.parameterization=tables", f"model.{option}")
-        assert f"model: {option.split('=')[0]} needs networks" in message
-    message = error_of(config, "model.parameterization=tables", "optimizer.network_rate=0.1")
-    assert "optimizer.network_rate needs networks" in message
+
+
+def test_families_have_settings_of_their_own(config: Path) -> None:
+    assert load_settings(config, ["model.family=tables"]).model.family == "tables"
+    assert load_settings(config, ["model.parameterization=tables"]).model.family == "tables"  # its older name
+    for option in ("emission_temperature=2", "children=rotated", "feature_dropout=0.1"):
+        message = error_of(config, "model.family=tables", f"model.{option}")
+        assert f"'model.{option.split('=')[0]}' belongs to family sn_pcfg" in message
+    assert "model.family = 'gru' should be one of sn_pcfg, tables" in error_of(config, "model.family=gru")
+
+
+def test_the_command_line_may_choose_another_family(config: Path) -> None:
+    config.write_text("data: {train: x}\nmodel: {nonterminals: 4, dimension: 8, parameterization: released}\n")
+    for override in ("model.family=tables", 'model.family="tables"', "model.parameterization=tables"):
+        assert load_settings(config, [override]).model.family == "tables"
+    assert load_settings(config, ["model.family=tables", "model.feature_dropout=0.0"]).model.family == "tables"
+    config.write_text("data: {train: x}\nmodel: {nonterminals: 4, family: tables}\n")
+    assert load_settings(config, ["model.parameterization=released"]).model.parameterization == "released"
+    assert load_settings(config, ["model={nonterminals: 5, parameterization: paper}"]).model.family == "sn_pcfg"
+    assert load_settings(config, ["model={nonterminals: 5, parameterization: tables}"]).model.nonterminals == 5
+    assert load_settings(config, ["model={nonterminals: 5, word_bias: none}"]).model.family == "sn_pcfg"
+    assert "'nonsense' should be one of" in error_of(config, "model={nonterminals: 5, family: nonsense}")
+    assert "belongs to family sn_pcfg" in error_of(config, "model={nonterminals: 5, family: tables, children: rotated}")
+    text = "data: {train: x}\nmodel: {nonterminals: 4, family: sn_pcfg, parameterization: tables}\n"
+    assert "contradicts family: sn_pcfg" in error_of_text(config, text)
+    text = "data: {train: x}\nmodel: {nonterminals: 4, family: tables, children: plain}\n"
+    assert "'model.children' belongs to family sn_pcfg" in error_of_text(config, text)  # no old file: a mistake
+
+
+def test_settings_are_read_without_torch(config: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from lm_pcfg.settings_file import load_settings;"
+        f"load_settings(Path({str(config)!r}), ['model.family=tables']); assert 'torch' not in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+def test_settings_of_earlier_versions(config: Path) -> None:
+    """Run folders hold every setting with its value: what was removed is dropped at its old default, else refused."""
+    old = "word_dimension: null, spelling: null, emission_smoothing: 0.0, word_bias: none, embedding_dropout: 0.0"
+    old += ", rule_dropout: 0.0"
+    config.write_text(
+        f"data: {{train: x}}\nmodel: {{nonterminals: 4, dimension: 8, parameterization: tables, {old}}}\n"
+        "optimizer: {network_rate: 1.0}\ntracking: {wait_seconds: 20.0}\n"
+    )
+    assert load_settings(config, []).model.family == "tables"
+    assert load_settings(config, ["model.spelling=null"]).model.nonterminals == 4
+    assert error_of(config, "model.spelling=3") == (
+        "command line: model.spelling = 3 is no longer supported; leave it out, or use commit 828ad98"
+    )
+    message = error_of_text(config, "data: {train: x}\nmodel: {nonterminals: 4, word_bias: zipf}\n")
+    assert message == "model.word_bias = 'zipf' is no longer supported; leave it out, or use commit 828ad98"
+
+
+def test_there_are_at_most_75_settings(config: Path) -> None:
+    def count(values: object) -> int:
+        return sum(map(count, values.values())) if isinstance(values, dict) else 1
+
+    assert count(yaml.safe_load(dump_yaml(load_settings(config, [])))) <= 75
 
 
 @pytest.mark.parametrize(
@@ -225,7 +284,7 @@ def test_any_value_comes_back(
         "model": {"nonterminals": 3, "init": f"normal({symbols!r}, 0.1)"},
         "optimizer": {"learning_rate": rate},
     }
-    settings = Settings.model_validate(values)
+    settings = settings_class("sn_pcfg").model_validate(values)
     assert settings.model.init.symbols == symbols
     path = tmp_path_factory.mktemp("settings") / "run.yaml"
     path.write_text(dump_yaml(settings), encoding="utf-8")
@@ -242,7 +301,8 @@ def test_every_setting_is_described() -> None:
             count += check(kind) if isinstance(kind, type) and issubclass(kind, Section) else 1
         return count
 
-    assert check(Settings) > 40
+    assert check(settings_class("sn_pcfg")) > 40
+    assert check(settings_class("tables")) > 40
 
 
 def test_settings_do_not_change(config: Path) -> None:

@@ -12,13 +12,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lm_pcfg.corpus import block_loader, dealing
-from lm_pcfg.corpus.batches import BatchError, BatchOptions, BatchSource, BatchStream, batch_hash, plan_epoch
-from lm_pcfg.corpus.blocks import Histogram, count_batches, filtered_of
-from lm_pcfg.corpus.sentences import Limits
-from lm_pcfg.corpus.shard_stream import ShardStream, Source
+from lm_pcfg.corpus.batches import BatchError, BatchOptions, batch_hash, count_batches, plan_batches
+from lm_pcfg.corpus.lengths import INVALID, Histogram, Limits
+from lm_pcfg.corpus.shards import loader
+from lm_pcfg.corpus.shards.blocks import Source, StreamedText
+from lm_pcfg.corpus.shards.plan import Interleaving, ShardPlan
+from lm_pcfg.corpus.stream import BatchStream, left_after, size
 from shards import NUMBERS, MemoryCorpus, lines_of, take_epoch, threads_as_workers
 
+LIMITS = Limits(10, 2)
 corpora = st.builds(
     MemoryCorpus,
     st.lists(st.lists(st.integers(0, 12), max_size=20), min_size=1, max_size=17).filter(
@@ -35,15 +37,13 @@ batch_options = st.builds(
 
 @pytest.fixture(autouse=True)
 def quick_workers(monkeypatch):
-    monkeypatch.setattr(block_loader, "make_pool", threads_as_workers)
+    monkeypatch.setattr(loader, "make_pool", threads_as_workers)
 
 
-def streams_of(corpus, options, ranks: int, workers: int = 0, **arguments) -> list[ShardStream]:
-    sources = corpus if isinstance(corpus, list) else [Source(corpus)]
-    return [
-        ShardStream(sources, NUMBERS, options, Limits(10, 2), rank=rank, world_size=ranks, workers=workers, **arguments)
-        for rank in range(ranks)
-    ]
+def streams_of(corpus, options, ranks: int, workers: int = 0, limits=LIMITS, **arguments) -> list[BatchStream]:
+    text = StreamedText(corpus if isinstance(corpus, list) else [Source(corpus)], NUMBERS, limits)
+    plans = [ShardPlan(text, options, workers=workers, **arguments) for _ in range(ranks)]
+    return [BatchStream(plan, rank=rank, world_size=ranks) for rank, plan in enumerate(plans)]
 
 
 def expected_lines(corpus: MemoryCorpus, most: int = 10) -> list[int]:
@@ -86,10 +86,10 @@ def test_steps_do_not_cross_epochs(corpus, options, ranks):
 
 
 def test_the_words_of_a_batch_are_those_of_its_lines():
-    corpus = MemoryCorpus([[3, 5, 4], [7]], block_lines=2)
     explicit = NUMBERS.with_end_of_sentence()
     for vocabulary in (NUMBERS, explicit):
-        stream = ShardStream([Source(corpus)], vocabulary, BatchOptions(sentences=2))
+        corpus = MemoryCorpus([[3, 5, 4], [7]], block_lines=2, vocabulary=vocabulary)
+        stream = BatchStream(ShardPlan(StreamedText([Source(corpus)], vocabulary), BatchOptions(sentences=2)))
         for batch in take_epoch(stream):
             at = 0
             for line, length in zip(batch.lines.tolist(), batch.lengths, strict=True):
@@ -135,13 +135,13 @@ def test_resume_after_any_batch_continues_with_the_same_hashes(data, corpus, opt
         return 4 + 3 * epoch if any(2 <= n <= 4 for shard in corpus.shards for n in shard) else 10
 
     rank = data.draw(st.integers(0, ranks - 1))
-    stream = streams_of(corpus, options, ranks, max_length_for_epoch=curriculum)[rank]
+    stream = streams_of(corpus, options, ranks, curriculum=curriculum)[rank]
     states, hashes = [], []
     while stream.epoch < 3:
         states.append(stream.state())
         hashes.append(batch_hash(next(stream)))
     stop = data.draw(st.integers(0, len(states) - 1))
-    resumed = streams_of(corpus, options, ranks, workers, max_length_for_epoch=curriculum)[rank]
+    resumed = streams_of(corpus, options, ranks, workers, curriculum=curriculum)[rank]
     resumed.restore(json.loads(json.dumps(states[stop])))
     assert resumed.state() == states[stop]
     assert [batch_hash(next(resumed)) for _ in range(stop, len(states))] == hashes[stop:]
@@ -167,9 +167,8 @@ def test_nothing_is_lost_or_repeated_when_the_number_of_ranks_changes(corpus, op
         if streams[0].epoch > 0:
             break
         state = streams[0].state()
-        assert state["batch"] == state["batches"] - dealing.size(
-            dealing.left_after(state["batches"], [tuple(pair) for pair in state["dealings"]])
-        )
+        left = left_after(state["batches"], [tuple(pair) for pair in state["dealings"]], contiguous=True)
+        assert state["batch"] == state["batches"] - size(left)
     assert sorted(lines) == expected_lines(corpus)
 
 
@@ -189,6 +188,16 @@ def test_position_of_other_data_is_refused():
             other.restore(state)
     streams_of(corpus, BatchOptions(sentences=4, accumulate=3), 1)[0].restore(state)
     others[0].restore(streams_of(corpus, options, 1)[0].state())  # the start of an epoch is the same anywhere
+
+
+def test_a_position_of_an_earlier_version_is_restored():
+    """As checkpoints have it: rounds by number of ranks, and a hash of corpora, weights, limits, options and seed."""
+    sources = [Source(MemoryCorpus([[4, 2, 3] * 5], 8)), Source(MemoryCorpus([[5] * 8], 8), Fraction(3, 2))]
+    state = {"epoch": 1, "batch": 3, "batches": 7, "dealings": [[2, 1], [1, 1]], "plan": "aafc1051404124d5"}
+    (stream,) = streams_of(sources, BatchOptions(sentences=4), 1, seed=7)
+    stream.restore(state)
+    assert stream.state() == state
+    assert batch_hash(next(stream)).startswith("1195c59069f845bc")
 
 
 # ---- mixtures -------------------------------------------------------------------------------------------------------
@@ -234,7 +243,7 @@ def test_mixtures_resume_too(weighted, options, ranks, stop):
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any))
 def test_interleaving_takes_one_batch_at_a_time_and_all_in_the_end(counts):
-    mixed = dealing.Interleaving(tuple(counts))
+    mixed = Interleaving(tuple(counts))
     taken = [mixed.taken(number) for number in range(mixed.total + 1)]
     assert taken[0] == (0,) * len(counts)
     assert taken[-1] == tuple(counts)
@@ -252,7 +261,7 @@ def test_interleaving_takes_one_batch_at_a_time_and_all_in_the_end(counts):
 @example([10] * 5, BatchOptions(by="cost", cost=400), False)
 def test_batches_are_counted_without_the_lines(lengths, options, ends):
     array = np.array(lengths, dtype=np.int64)
-    plan = plan_epoch(array + int(ends), by=options.by, sentences=options.sentences, cost=options.cost)
+    plan = plan_batches(array + int(ends), options, (0, 0))
     assert count_batches(Histogram.of(array), options, ends) == len(plan)
 
 
@@ -260,7 +269,7 @@ def test_step_costs_are_even_on_ptb_like_lengths():
     """The default budget, sentences of up to 40 words, blocks as `prepare` makes them."""
     lengths = np.random.default_rng(0).gamma(4.3, 4.9, size=42_068).round().astype(int).clip(1, 80).tolist()
     corpus = MemoryCorpus([lengths[:30_000], lengths[30_000:]], block_lines=16_384)
-    stream = ShardStream([Source(corpus)], NUMBERS, BatchOptions(by="cost"), Limits(40, 1))
+    (stream,) = streams_of(corpus, BatchOptions(by="cost"), 1, limits=Limits(40, 1))
     costs = [batch.cost for batch in take_epoch(stream)]
     assert max(costs) <= 1.5 * np.mean(costs)
     assert max(costs) <= 8000
@@ -279,20 +288,18 @@ def test_the_costliest_step_is_found_without_reading_all():
 
 
 def test_filtered_lines_are_counted_by_reason():
-    corpus = MemoryCorpus([[0, 1, 1, 5, 11, 12, 13, 3]], block_lines=4)
-    filtered = filtered_of(corpus.histogram, Limits(10, 2), ends=False)
-    assert (filtered.blank, filtered.too_short, filtered.too_long) == (1, 2, 3)
+    histogram = Histogram.of(np.array([0, 1, 1, 5, 11, 12, 13, 3, INVALID]))
+    for limits, ends, expected, kept in (
+        (Limits(10, 2), False, (1, 3, 2), [3, 5]),
+        (Limits(10, 2), True, (1, 3, 0), [1, 3, 5]),
+        (Limits(None, 2), False, (1, 0, 2), [3, 5, 11, 12, 13]),
+        (Limits(3, 4).at_most(1), False, (1, 5, 2), []),
+    ):
+        skipped = histogram.skipped(limits, ends)
+        assert (skipped.blank, skipped.too_long, skipped.too_short) == expected
+        assert histogram.kept(limits, ends).lengths.tolist() == kept
+    assert histogram.unreadable == 1
     with pytest.raises(BatchError, match="no sentences"):
         streams_of(MemoryCorpus([[0, 1, 99]], block_lines=4), BatchOptions(), 1)
-    (short,) = streams_of(MemoryCorpus([[9] * 3], 4), BatchOptions(), 1)
-    short._max_length_for_epoch = lambda epoch: 5
-    short._interleaving.cache_clear()
     with pytest.raises(BatchError, match="at most 5 words"):
-        short.batches_per_epoch(0)
-
-
-def test_streams_are_batch_sources():
-    source: BatchSource = streams_of(MemoryCorpus([[4] * 3], 4), BatchOptions(), 1)[0]
-    assert source.next_step()[0].n_sentences == 3
-    assert isinstance(source.state()["batch"], int)
-    assert not isinstance(source, BatchStream)
+        streams_of(MemoryCorpus([[9] * 3], 4), BatchOptions(), 1, curriculum=lambda epoch: 5)

@@ -11,15 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lm_pcfg.corpus import block_loader
 from lm_pcfg.corpus.batches import BatchOptions, batch_hash
-from lm_pcfg.corpus.prepare import PrepareOptions, prepare
-from lm_pcfg.corpus.prepared import PreparedCorpus
-from lm_pcfg.corpus.processes import make_pool
-from lm_pcfg.corpus.raw_corpus import IndexStore, RawCorpus, RawOptions, build_vocabulary
-from lm_pcfg.corpus.sentences import Limits
-from lm_pcfg.corpus.shard_files import ShardError, find_shards
-from lm_pcfg.corpus.shard_stream import ShardStream, Source
+from lm_pcfg.corpus.lengths import Limits
+from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
+from lm_pcfg.corpus.shards import loader
+from lm_pcfg.corpus.shards.blocks import Source, StreamedText
+from lm_pcfg.corpus.shards.files import ShardError, find_shards
+from lm_pcfg.corpus.shards.plan import ShardPlan
+from lm_pcfg.corpus.shards.prepared import PreparedCorpus, read_manifest, vocabulary_of
+from lm_pcfg.corpus.shards.processes import make_pool
+from lm_pcfg.corpus.shards.raw import IndexStore, RawCorpus, RawOptions, build_vocabulary
+from lm_pcfg.corpus.stream import BatchStream
 from lm_pcfg.corpus.text import TextError
 from lm_pcfg.corpus.vocabulary import VocabularyOptions
 from lm_pcfg.errors import UserError
@@ -30,7 +32,7 @@ KINDS = [".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".parquet"]
 
 @pytest.fixture(autouse=True)
 def quick_workers(monkeypatch):
-    monkeypatch.setattr(block_loader, "make_pool", threads_as_workers)
+    monkeypatch.setattr(loader, "make_pool", threads_as_workers)
 
 
 def write_kind(path: Path, lines: list[str]) -> Path:
@@ -50,15 +52,17 @@ def raw(
     return RawCorpus("test", files, RawOptions("text", block_lines, on_error), vocabulary, IndexStore(folder / "index"))
 
 
-def stream_of(corpus, ranks: int = 1, workers: int = 0, on_error: str = "fail", **arguments) -> list[ShardStream]:
-    return [
-        ShardStream([Source(corpus)], NUMBERS, BatchOptions(sentences=4), Limits(10, 2), rank=rank, world_size=ranks,
-                    workers=workers, on_error=on_error, **arguments)
-        for rank in range(ranks)
-    ]  # fmt: skip
+def stream_of(corpus, ranks: int = 1, **arguments) -> list[BatchStream]:
+    text = StreamedText([Source(corpus)], NUMBERS, Limits(10, 2))
+    plans = [ShardPlan(text, BatchOptions(sentences=4), **arguments) for _ in range(ranks)]
+    return [BatchStream(plan, rank=rank, world_size=ranks) for rank, plan in enumerate(plans)]
 
 
-def words_by_line(streams: list[ShardStream]) -> dict[int, list[int]]:
+def prepared(folder: Path) -> PreparedCorpus:
+    return PreparedCorpus(folder, vocabulary_of(read_manifest(folder)))
+
+
+def words_by_line(streams: list[BatchStream]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for stream in streams:
         for batch in take_epoch(stream):
@@ -83,7 +87,7 @@ def test_every_kind_of_shard_gives_every_line_once(tmp_path, kind, shards, ranks
     lines = random_lines(200, seed=shards)
     parts = [lines[k * 200 // shards : (k + 1) * 200 // shards] for k in range(shards)]
     files = [write_kind(tmp_path / f"part-{k}{kind}", part) for k, part in enumerate(parts)]
-    streams = stream_of(raw(tmp_path, files), ranks, workers)
+    streams = stream_of(raw(tmp_path, files), ranks, workers=workers)
     assert words_by_line(streams) == expected(lines)
     assert words_by_line(streams) == expected(lines)  # the second epoch
     for stream in streams:
@@ -115,7 +119,7 @@ def test_a_huge_line_is_a_line(tmp_path):
 
 
 def test_worker_processes_give_the_same_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(block_loader, "make_pool", make_pool)
+    monkeypatch.setattr(loader, "make_pool", make_pool)
     files = [write_kind(tmp_path / f"{k}.txt.gz", random_lines(100, seed=k)) for k in range(2)]
     corpus = raw(tmp_path, files)
     (here,), (elsewhere,) = stream_of(corpus), stream_of(corpus, workers=2)
@@ -173,19 +177,19 @@ def test_vocabulary_of_many_shards(tmp_path):
     lines = random_lines(120)
     files = [write_kind(tmp_path / f"{k}{kind}", lines[20 * k : 20 * k + 20]) for k, kind in enumerate(KINDS)]
     options, store = VocabularyOptions(size=20), IndexStore(tmp_path / "index")
-    built = build_vocabulary(files, RawOptions(), options, store, processes=1)
+    built = build_vocabulary(files, RawOptions(), options, store)
     from lm_pcfg.corpus.vocabulary import Vocabulary
 
     one = Vocabulary.build((line.split() for line in lines), options)
     assert (built, built.training_words, built.training_unknown) == (one, one.training_words, one.training_unknown)
-    assert build_vocabulary(files, RawOptions(), options, store, processes=1) == one  # as it was kept
+    assert build_vocabulary(files, RawOptions(), options, store) == one  # as it was kept
 
 
 # ---- the index ------------------------------------------------------------------------------------------------------
 
 
 def test_the_index_is_kept_and_made_anew_when_a_file_changes(tmp_path, monkeypatch):
-    from lm_pcfg.corpus import raw_corpus
+    from lm_pcfg.corpus.shards import raw as raw_corpus
 
     calls = []
     original = raw_corpus.index_shard
@@ -205,7 +209,7 @@ def test_the_index_is_kept_and_made_anew_when_a_file_changes(tmp_path, monkeypat
 
 def test_an_index_with_damage_is_made_anew(tmp_path, monkeypatch):
     """A disk that failed once: the file is as it was, so its name, size and time say nothing."""
-    from lm_pcfg.corpus import raw_corpus
+    from lm_pcfg.corpus.shards import raw as raw_corpus
 
     file = write_shard(tmp_path / "a.txt", ["w1 w2"] * 40)
     options, store = RawOptions("text", 32, "skip"), IndexStore(tmp_path / "index")
@@ -219,14 +223,14 @@ def test_an_index_with_damage_is_made_anew(tmp_path, monkeypatch):
         patch.setattr(raw_corpus, "scan", failing)
         for _ in range(2):
             assert raw(tmp_path, [file], on_error="skip").damage.files == [f"{file}: reading failed"]
-        assert build_vocabulary([file], options, VocabularyOptions(), store, processes=1).training_words == 64
+        assert build_vocabulary([file], options, VocabularyOptions(), store).training_words == 64
     assert raw(tmp_path, [file], on_error="skip").damage.files == []
     calls = []
     monkeypatch.setattr(raw_corpus, "index_shard", lambda *a: calls.append(a))
     assert raw(tmp_path, [file], on_error="skip").damage.files == []
     assert calls == []  # what has no damage is kept
     monkeypatch.undo()
-    assert build_vocabulary([file], options, VocabularyOptions(), store, processes=1).training_words == 80
+    assert build_vocabulary([file], options, VocabularyOptions(), store).training_words == 80
 
 
 def test_an_index_folder_that_cannot_be_written_is_one_line():
@@ -333,7 +337,7 @@ def test_corruption_inside_a_prepared_shard_is_found_by_its_checksum(tmp_path):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 0xFF
     shard.write_bytes(content)
-    corpus = PreparedCorpus(tmp_path / "out")
+    corpus = prepared(tmp_path / "out")
     with pytest.raises(ShardError, match="damaged Parquet") as caught:
         take_epoch(stream_of(corpus)[0])
     assert str(shard) in str(caught.value)
@@ -341,7 +345,7 @@ def test_corruption_inside_a_prepared_shard_is_found_by_its_checksum(tmp_path):
     (skipping,) = stream_of(corpus, on_error="skip", warn=warnings.append)
     assert lines_of(take_epoch(skipping)) == []
     assert len(warnings) == 1
-    assert skipping.losses.lines == sum(2 <= len(line.split()) <= 10 for line in random_lines(3000, seed=3))
+    assert skipping.plan.losses.lines == sum(2 <= len(line.split()) <= 10 for line in random_lines(3000, seed=3))
 
 
 @pytest.mark.parametrize("kind", [".txt", ".txt.gz", ".parquet"])
@@ -349,7 +353,7 @@ def test_corruption_inside_a_prepared_shard_is_found_by_its_checksum(tmp_path):
 def test_a_shard_that_goes_bad_in_the_middle_of_an_epoch(tmp_path, kind, what):
     files = [write_kind(tmp_path / f"{k}{kind}", [f"w{k} w1 w2"] * 140) for k in range(4)]
 
-    def begin(on_error: str, warnings: list[str]) -> tuple[list[ShardStream], list]:
+    def begin(on_error: str, warnings: list[str]) -> tuple[list[BatchStream], list]:
         for k, file in enumerate(files):
             write_kind(file, [f"w{k} w1 w2"] * 140)
         corpus = raw(tmp_path, files, block_lines=70, on_error=on_error)
@@ -372,7 +376,7 @@ def test_a_shard_that_goes_bad_in_the_middle_of_an_epoch(tmp_path, kind, what):
     assert len(rest[0]) == len(rest[1])  # the same number of steps, whatever is lost
     lines = lines_of(batches) + [line for part in rest for line in lines_of(part)]
     assert len(set(lines)) == len(lines)
-    lost = sum(stream.losses.lines for stream in streams)
+    lost = sum(stream.plan.losses.lines for stream in streams)
     assert len(lines) + lost == 560
     assert 0 < lost <= 420
     assert {message.split(": ")[0] for message in warnings} <= {str(file) for file in files[1:]}
@@ -384,7 +388,7 @@ def test_a_missing_or_cut_shard_of_a_prepared_corpus_is_named_at_the_start(tmp_p
     shards = sorted((tmp_path / "out/shards").glob("*.parquet"))
     shards[0].unlink()
     shards[1].write_bytes(shards[1].read_bytes()[:-5])
-    corpus = PreparedCorpus(tmp_path / "out")
+    corpus = prepared(tmp_path / "out")
     with pytest.raises(ShardError, match=r"No such file"):
         corpus.check_sizes("fail")
     corpus.check_sizes("skip")

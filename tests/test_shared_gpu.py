@@ -12,7 +12,7 @@ from shards_scenario import STEPS
 from texts import write_config
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("device", "inside", "networks", "rate", "warmup", "tolerance"),
     [

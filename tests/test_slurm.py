@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +11,10 @@ import pytest
 
 import namespaces
 import slurm_cluster
-from slurm_cluster import REPOSITORY, SCRIPTS, Cluster, Job
+from slurm_cluster import Cluster, Job
 
 reason = namespaces.skip_reason(slurm_cluster.missing())
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(reason is not None, reason=f"no SLURM cluster: {reason}")]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(reason is not None, reason=f"no SLURM cluster: {reason}")]
 
 
 @pytest.fixture(scope="module")
@@ -158,16 +157,3 @@ def test_an_array_trains_one_run_for_each_seed_and_each_is_requeued_alone(cluste
     )
     assert [cluster.job(f"{job.id}_{seed}")["Restarts"] for seed in runs] == ["0", "1"]
     assert all(f"\nseed: {seed}\n" in (run / "config.yaml").read_text() for seed, run in runs.items())
-
-
-# ---- the scripts as text --------------------------------------------------------------------------------------------
-
-
-def test_shellcheck_finds_nothing():
-    if slurm_cluster.find("shellcheck") is None:
-        pytest.skip("shellcheck is not installed")
-    scripts = [str(path) for path in sorted(SCRIPTS.iterdir()) if path.suffix in (".sh", ".sbatch")]
-    assert len(scripts) == 6
-    scripts.append("kernels/measured/measure.sh")
-    result = subprocess.run(["shellcheck", *scripts], cwd=REPOSITORY, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout

@@ -134,11 +134,11 @@ def test_narrow_tables_are_refused(narrow):
 
 def test_a_gpu_without_triton_is_served_by_pytorch(monkeypatch):
     """As `inside` does, with one warning. TRITON_INTERPRET stands for the GPU: it asks the same question."""
-    from flash_inside import interface, triton_installed
+    from flash_inside import devices, interface
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(triton_installed.importlib.util, "find_spec", lambda name: None)
-    triton_installed.triton_installed.cache_clear()
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    devices.triton_installed.cache_clear()
     try:
         features, embeddings = tables(3, 4, dtype=torch.float32)
         with pytest.warns(UserWarning, match="triton is not installed"):
@@ -147,7 +147,7 @@ def test_a_gpu_without_triton_is_served_by_pytorch(monkeypatch):
             assert interface._choose("auto", SimpleNamespace(is_cuda=True), "fp32") == "torch"
         assert torch.allclose(ours, (features @ embeddings.T).logsumexp(1))
     finally:
-        triton_installed.triton_installed.cache_clear()
+        devices.triton_installed.cache_clear()
 
 
 def test_no_rows_at_all():

@@ -10,12 +10,12 @@ import pytest
 import torch
 import typer
 
-from lm_pcfg.cli_bench import _numbers
+from lm_pcfg.bench import step as step_benchmark
+from lm_pcfg.commands.bench import _numbers
+from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training import step_benchmark
-from lm_pcfg.training.engine import Engine
-from lm_pcfg.training.loop import Trainer
+from lm_pcfg.training.steps import Steps
 
 CONFIG = """
 data: {train: TEXT}
@@ -88,7 +88,7 @@ def test_parts_of_steps_in_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     settings = load_settings(config, [])
-    trainer = Trainer(settings, Engine(settings), None)
+    trainer = Steps(settings, Engine(settings))
     began = time.perf_counter()
     parts = step_benchmark._parts_on_device(trainer, [trainer.stream.next_step() for _ in range(3)])
     seconds = time.perf_counter() - began

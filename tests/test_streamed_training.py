@@ -14,12 +14,17 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from lm_pcfg.corpus.prepare import PrepareOptions, prepare
+import command_line
+from lm_pcfg.corpus.opening import load_corpora
+from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
 from lm_pcfg.corpus.vocabulary import VocabularyOptions
+from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings_file import SettingsError, load_settings
-from lm_pcfg.training import checkpoint, data, loop
-from lm_pcfg.training.metrics_file import read_metrics
+from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage.metrics_file import read_metrics
+from lm_pcfg.training import loop
+from lm_pcfg.training.steps import Steps
 from shards import write_shard
 from test_training import metrics_without_times, stop_after
 from texts import merged, write_config, write_text
@@ -28,9 +33,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'kernels'}", "COLUMNS": "100"}
 
 
-def lm_pcfg(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "lm_pcfg", *arguments], cwd=cwd, capture_output=True, text=True,
-                          timeout=240, env={**ENVIRONMENT, **environment})  # fmt: skip
+def lm_pcfg(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    result = command_line.lm_pcfg(*arguments, cwd=cwd)
+    return subprocess.CompletedProcess(arguments, result.returncode, result.stdout.decode(), result.stderr.decode())
 
 
 def error_line(result: subprocess.CompletedProcess) -> str:
@@ -89,7 +94,7 @@ def test_a_resumed_run_continues_bit_for_bit(shards, monkeypatch, source, steps)
 
 def test_shards_give_the_vocabulary_and_the_counts_of_the_text(shards):
     in_memory, raw, prepared = (
-        data.load_corpora(settings_for(shards, data=change), None)
+        load_corpora(settings_for(shards, data=change), None, min_length=1)
         for change in ({}, SOURCES["raw"](shards), SOURCES["prepared"](shards))
     )
     assert in_memory.vocabulary == raw.vocabulary
@@ -100,8 +105,8 @@ def test_shards_give_the_vocabulary_and_the_counts_of_the_text(shards):
     assert prepared.valid.word_lengths.tolist() == in_memory.valid.word_lengths.tolist()
     for eos in ("explicit", "implicit"):
         settings = settings_for(shards, f"model.eos={eos}", data=SOURCES["prepared"](shards))
-        corpora = data.load_corpora(settings, None)
-        again = data.load_corpora(settings, corpora.vocabulary)  # as a resumed run does
+        corpora = load_corpora(settings, None, min_length=1)
+        again = load_corpora(settings, corpora.vocabulary, min_length=1)  # as a resumed run does
         assert again.vocabulary.hash == corpora.vocabulary.hash
         assert corpora.valid.end_of_sentence == (eos == "explicit")
 
@@ -121,14 +126,14 @@ def test_bad_shards_are_in_the_metrics_and_lost_ones_do_not_stop_a_run(shards, m
     (shards / "shards/e.txt").write_bytes(b"")
     with pytest.raises(UserError, match=r"d\.txt: line 2 is not valid UTF-8"):
         loop.train(settings_for(shards, data=SOURCES["raw"](shards)))
-    original = loop.Trainer.step
+    original = loop.Steps.step
 
     def step(self, batches):
         (shards / "shards/c.parquet").unlink(missing_ok=True)
         (shards / "shards/a.txt").unlink(missing_ok=True)
         return original(self, batches)
 
-    monkeypatch.setattr(loop.Trainer, "step", step)
+    monkeypatch.setattr(loop.Steps, "step", step)
     changes = {"data": {**SOURCES["raw"](shards), "on_error": "skip"}, "batch": {"sentences": 3}}
     run = loop.train(settings_for(shards, "training.epochs=2", "training.log_every=1", **changes))
     assert (run / "FINISHED").exists()
@@ -140,7 +145,7 @@ def test_bad_shards_are_in_the_metrics_and_lost_ones_do_not_stop_a_run(shards, m
     assert told.count("c.parquet: no such file") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_share_the_shards_and_one_goes_on_alone(shards):
     changes = {
         "data": {**SOURCES["raw"](shards), "workers": 1},
@@ -214,7 +219,7 @@ def test_missing_ptb_says_where_and_how(tmp_path):
 
 
 def test_the_ptb_recipe_is_as_the_files_are(tmp_path):
-    from lm_pcfg.corpus import ptb
+    from lm_pcfg.corpus.preparation import ptb
 
     settings = load_settings(REPOSITORY / "configs/ptb_lm_8192.yaml")
     assert [settings.data.train, settings.data.valid] == [str(ptb.FOLDER / part.file) for part in ptb.PARTS[:2]]
@@ -257,7 +262,7 @@ def test_mistakes_about_data_get_one_line(shards, monkeypatch, change, message):
     (shards / "half/shards").mkdir(parents=True)
     prepare(["valid.txt"], shards / "other", PrepareOptions(words=VocabularyOptions(size=5)), processes=1)
     with pytest.raises(UserError) as caught:
-        data.load_corpora(settings_for(shards, data=change), None)
+        load_corpora(settings_for(shards, data=change), None, min_length=1)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -292,12 +297,11 @@ def test_a_mixture_survives_the_config_of_its_run(shards):
 
 
 @pytest.mark.parametrize("source", ["raw", "prepared"])
-def test_words_begin_as_they_do_with_the_text_in_memory(shards, source):
+def test_words_begin_as_they_do_with_the_text_in_memory(shards, source, capsys):
     overrides = "model.init=contexts(0.1, 0.3)", "data.max_length=8"
-    vectors, announced = [], []
+    words = []
     for changes in ({}, {"data": SOURCES[source](shards)}):
         settings = settings_for(shards, *overrides, **changes)
-        vectors.append(data.word_vectors(settings, data.load_corpora(settings, None), announced.append))
-    torch.testing.assert_close(*vectors)
-    assert all("neighbours" in line for line in announced)
-    assert len(announced) == 2
+        words.append(Steps(settings, Engine(settings)).learner.plain_model.words.detach())
+    torch.testing.assert_close(*words)
+    assert capsys.readouterr().err.count("the neighbours of") == 2

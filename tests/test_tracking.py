@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lm_pcfg.training import tracking
-from lm_pcfg.training.environment import environment_artifacts
+from lm_pcfg.training.mlflow_run import MlflowRun, environment_artifacts, one_line, valid_name
 from lm_pcfg.training.tracking import NoTracker, Tracker
 
 DEAD_SERVER = "http://127.0.0.1:9"
@@ -214,7 +214,7 @@ class TestFailures:
         assert recorder.run_ids == []
 
     def test_finish_does_not_wait_longer_than_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tracking._MlflowRun, "begin", lambda self: time.sleep(1.5))
+        monkeypatch.setattr(MlflowRun, "begin", lambda self: time.sleep(1.5))
         recorder = Recorder()
         tracker = recorder.tracker()
         tracker.log(1, {"loss": 1.0})
@@ -290,7 +290,7 @@ class TestFailures:
         def refuse(self: Any) -> None:
             raise PermissionError("artifacts may not be written")
 
-        monkeypatch.setattr(tracking._MlflowRun, "log_artifacts", refuse)
+        monkeypatch.setattr(MlflowRun, "log_artifacts", refuse)
         recorder = Recorder()
         tracker = recorder.tracker()
         tracker.log(1, {"loss": 1.0})
@@ -325,7 +325,7 @@ class TestFailures:
         assert "No space left on device" in warning
 
     def test_passwords_stay_out_of_messages(self) -> None:
-        assert tracking._one_line(ValueError("at\n http://me:secret@host:1/x")) == "at http://host:1/x"
+        assert one_line(ValueError("at\n http://me:secret@host:1/x")) == "at http://host:1/x"
 
 
 class TestTwoProcesses:
@@ -383,7 +383,7 @@ class TestTwoProcesses:
 def test_names_mlflow_accepts(name: str, valid: str) -> None:
     from mlflow.utils.validation import _validate_metric_name
 
-    assert tracking._valid_name(name) == valid
+    assert valid_name(name) == valid
     _validate_metric_name(valid)
 
 

@@ -14,23 +14,21 @@ import torch
 from safetensors.torch import load_file
 
 from lm_pcfg.corpus.batches import Batch
-from lm_pcfg.grammar.boundary import Grammar
+from lm_pcfg.distributed.engine import Engine
+from lm_pcfg.distributed.learner import Learner
+from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training import checkpoint, evaluation, loop, steps, tracking
-from lm_pcfg.training.engine import Engine
-from lm_pcfg.training.learner import Learner
-from lm_pcfg.training.metrics_file import read_metrics
-from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor
+from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage.metrics_file import read_metrics
+from lm_pcfg.training import evaluation, loop, steps, tracking
+from lm_pcfg.training.position import Position
+from lm_pcfg.training.schedules import MovingAverage, learning_rate_factor
 from texts import write_config, write_text
 
 EVERYTHING_ON = {
     "model": {
         "state_dropout": 0.25,
-        "embedding_dropout": 0.1,
         "feature_dropout": 0.2,
-        "rule_dropout": 0.1,
-        "word_dimension": 5,
-        "spelling": 2,
         "children": "rotated",
         "init": "contexts(0.3, 0.2)",
     },
@@ -49,7 +47,7 @@ def run(folder: Path, *overrides: str, name: str = "small", **changes) -> Path:
 
 def stop_after(monkeypatch, steps: int, number: int = signal.SIGTERM) -> None:
     """Send this process a signal right after a step, as a scheduler would."""
-    original = loop.Trainer.step
+    original = loop.Steps.step
 
     def step(self, batches):
         result = original(self, batches)
@@ -57,7 +55,7 @@ def stop_after(monkeypatch, steps: int, number: int = signal.SIGTERM) -> None:
             os.kill(os.getpid(), number)
         return result
 
-    monkeypatch.setattr(loop.Trainer, "step", step)
+    monkeypatch.setattr(loop.Steps, "step", step)
 
 
 def metrics_without_times(run_folder: Path) -> list[dict]:
@@ -68,9 +66,14 @@ def metrics_without_times(run_folder: Path) -> list[dict]:
     ]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run with everything on that nobody disturbed."""
+    return run(tmp_path_factory.mktemp("whole"), name="whole", **EVERYTHING_ON)
+
+
 @pytest.mark.parametrize("steps", [1, 4, 5, 8, 10, 16, 17])  # evaluations after 3, 5, 8, 11, 14 and the last, 17
-def test_a_resumed_run_continues_bit_for_bit(tmp_path, monkeypatch, steps):
-    whole = run(tmp_path, name="whole", **EVERYTHING_ON)
+def test_a_resumed_run_continues_bit_for_bit(tmp_path, monkeypatch, whole, steps):
     with monkeypatch.context() as patch:
         stop_after(patch, steps)
         stopped = run(tmp_path, name="stopped", **EVERYTHING_ON)
@@ -165,13 +168,13 @@ def test_resume_from_a_run_copied_without_links(tmp_path):
 
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path, monkeypatch):
-    original = loop.Trainer.__init__
+    original = loop.Steps.__init__
 
     def slow_start(self, *arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         original(self, *arguments)
 
-    monkeypatch.setattr(loop.Trainer, "__init__", slow_start)
+    monkeypatch.setattr(loop.Steps, "__init__", slow_start)
     folder = run(tmp_path)
     assert not (folder / "FINISHED").exists()
     assert checkpoint.latest(folder) is None
@@ -185,10 +188,10 @@ def test_a_new_run_never_overwrites_an_old_one(tmp_path):
 def test_two_trainings_cannot_share_a_folder(tmp_path, monkeypatch):
     original = loop.Trainer.run
 
-    def meanwhile(self, folder, stop):
+    def meanwhile(self):
         with pytest.raises(loop.UserError, match="in use by another training"):
-            loop.RunFolder(folder.path).claim()
-        original(self, folder, stop)
+            loop.RunFolder(self.folder.path, "").claim()
+        original(self)
 
     monkeypatch.setattr(loop.Trainer, "run", meanwhile)
     assert run(tmp_path, "training.max_steps=1").exists()
@@ -200,7 +203,7 @@ def test_what_a_crash_left_is_tidied_up_by_whoever_holds_the_folder(tmp_path):
     left = folder / "checkpoints" / ".writing-step-00000009.elsewhere.1"
     left.mkdir()
     os.utime(left, (0, 0))
-    other = loop.RunFolder(folder)
+    other = loop.RunFolder(folder, "")
     other.claim()
     with pytest.raises(loop.UserError, match="in use by another training"):
         run(tmp_path, "resume=auto")
@@ -225,9 +228,9 @@ def test_another_model_on_resume_is_refused(tmp_path):
         run(tmp_path, "resume=auto", "model.nonterminals=5", "training.max_steps=2")
 
 
-def trainer(folder: Path, *overrides: str, **changes) -> loop.Trainer:
+def trainer(folder: Path, *overrides: str, **changes) -> loop.Steps:
     settings = load_settings(write_config(folder, **changes), list(overrides))
-    return loop.Trainer(settings, Engine(settings), None)
+    return loop.Steps(settings, Engine(settings))
 
 
 @pytest.mark.parametrize("normalise", ["sentences", "tokens"])
@@ -238,7 +241,7 @@ def test_accumulation_computes_the_grammar_once_and_equals_one_large_batch(tmp_p
     options = [f"loss.normalise={normalise}", "model.state_dropout=0.25", *steady]
     large = trainer(tmp_path, "batch.sentences=8", *options)
     small = trainer(tmp_path, "batch.sentences=2", "batch.accumulate=4", *options)
-    indices = small.stream._plan_of(0)[:4]
+    indices = small.stream.plan._indices(0)[:4]
     pieces = [Batch(**vars(batch)) for batch in (small_batch(small, index) for index in indices)]
     whole = small_batch(large, torch.cat([torch.from_numpy(index) for index in indices]).numpy())
     forwards = []
@@ -250,10 +253,10 @@ def test_accumulation_computes_the_grammar_once_and_equals_one_large_batch(tmp_p
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def small_batch(trained: loop.Trainer, indices):
+def small_batch(trained: loop.Steps, indices):
     from lm_pcfg.corpus.batches import make_batch
 
-    return make_batch(trained.stream.sentences, indices)
+    return make_batch(trained.stream.plan.sentences, indices)
 
 
 def counted(function, calls):
@@ -300,7 +303,7 @@ def read_late(monkeypatch, late: bool) -> None:
 
     def make_learner(*arguments):
         made = original(*arguments)
-        made.reads_late = late
+        made.asynchronous = late
         return made
 
     monkeypatch.setattr(steps, "make_learner", make_learner)
@@ -402,7 +405,7 @@ def test_a_run_that_diverges_at_once_says_so(tmp_path):
 
 
 def test_the_best_evaluation_has_the_fewest_impossible_sentences():
-    position = loop.Position(step=1)
+    position = Position(step=1)
     assert position.take_evaluation(2.0, impossible=1)
     assert not position.take_evaluation(1.0, impossible=3)
     assert not position.take_evaluation(None, impossible=9)
@@ -523,7 +526,8 @@ def tracked(folder: Path):
 def test_statuses_and_one_mlflow_run_over_a_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/tracking.db")
     monkeypatch.chdir(tmp_path)
-    on = {"tracking": {"mlflow": True, "wait_seconds": 120.0}}  # a busy machine must not make this test fail
+    on = {"tracking": {"mlflow": True}}
+    monkeypatch.setattr(loop, "SECONDS_FOR_TRACKING", 120.0)  # a busy machine must not make this test fail
     with monkeypatch.context() as patch:
         stop_after(patch, 3, signal.SIGINT)
         folder = run(tmp_path, **on)
@@ -537,7 +541,11 @@ def test_statuses_and_one_mlflow_run_over_a_resume(tmp_path, monkeypatch):
     assert second.data.metrics["valid/ppl"] == pytest.approx(
         [line["valid/ppl"] for line in read_metrics(folder / "metrics.jsonl") if "valid/ppl" in line][-1]
     )
+    finish = tracking.Tracker.finish
     with monkeypatch.context() as patch:
+        patch.setattr(
+            tracking.Tracker, "finish", lambda self, status, _: finish(self, status, 120.0)
+        )  # busy, see above
         break_steps(patch, lambda call: True)
         with pytest.raises(loop.TrainingStopped):
             run(tmp_path, "optimizer.max_skipped_in_a_row=2", name="failing", **on)
@@ -578,7 +586,7 @@ def test_a_run_from_another_ones_checkpoint_that_is_killed_early_starts_from_it_
 
 def test_the_best_is_saved_even_if_an_update_was_skipped_just_before(tmp_path, monkeypatch):
     values = iter([5.0, 1.0, 4.0])
-    original = loop.Trainer.step
+    original = loop.Steps.step
 
     def step(self, batches):
         applied = original(self, batches)
@@ -591,9 +599,9 @@ def test_the_best_is_saved_even_if_an_update_was_skipped_just_before(tmp_path, m
     def ranked(self, nll, impossible):
         return take(self, next(values), impossible)
 
-    take = loop.Position.take_evaluation
-    monkeypatch.setattr(loop.Trainer, "step", step)
-    monkeypatch.setattr(loop.Position, "take_evaluation", ranked)
+    take = Position.take_evaluation
+    monkeypatch.setattr(loop.Steps, "step", step)
+    monkeypatch.setattr(Position, "take_evaluation", ranked)
     folder = run(tmp_path, "training.max_steps=12", "evaluation.every_steps=4", "evaluation.every_epochs=null")
     assert (folder / "checkpoints" / "step-00000008").is_dir()
     assert (folder / "best").resolve().name == "step-00000008"

@@ -6,12 +6,9 @@ without a GPU one test runs this file again in a process of its own, where TRITO
 
 from __future__ import annotations
 
-import atexit
 import os
 import subprocess
 import sys
-import tempfile
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,13 +16,12 @@ import pytest
 import torch
 
 import flash_inside
-from flash_inside import Rules
+from flash_inside import ResidentRules, Rules
 from flash_inside.packing import Layout
 from grammars import random_emissions, random_rules, rules_that_lose_a_row, rules_with_a_faint_split
 
 pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
-THREE_LONG = "long_sentences and (63 or 33 or 31)"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
 runs_kernels = pytest.mark.gpu if GPU else pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
@@ -45,37 +41,16 @@ if INTERPRETED:
     InterpretedFunction.__call__ = call
 
 
-@cache
-def start_in_the_interpreter():
-    """[(process, its output)]: two, as these three sentences take as long as all the rest.
-
-    They are begun before the first test (conftest.py), at the lowest priority: most other tests leave a core idle.
-    """
+@pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
+@pytest.mark.parametrize("tests", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_in_the_interpreter(tests):
     others = ("test_triton_softmax.py", "test_triton_dropout.py")
     files = [__file__, *(str(Path(__file__).with_name(name)) for name in others)]
-    command = ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-m", tests]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    started = []
-    for some in (THREE_LONG, f"not ({THREE_LONG})"):
-        output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open until the test)
-        process = subprocess.Popen([*command, some], env=environment, stdout=output, stderr=subprocess.STDOUT)
-        atexit.register(process.kill)
-        started.append((process, output))
-    return started
-
-
-BEGIN_EARLY = {} if GPU or INTERPRETED else {"test_in_the_interpreter": start_in_the_interpreter}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
-def test_in_the_interpreter():
-    for process, output in start_in_the_interpreter():
-        process.wait()
-        output.seek(0)
-        text = output.read()
-        assert process.returncode == 0, text[-6000:]
-        assert " passed" in text
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout
 
 
 @pytest.fixture(autouse=True)
@@ -91,8 +66,8 @@ def poisoned_memory():
 @pytest.fixture
 def cut_rows(monkeypatch):
     """Small or large blocks in place of those tuned for a GPU."""
-    from flash_inside import triton_chart
-    from flash_inside.triton_chart import Blocks
+    from flash_inside.triton import chart as triton_chart
+    from flash_inside.triton.chart import Blocks
 
     def cut(columns: int, splits: int) -> None:
         monkeypatch.setattr(triton_chart, "split_sum_blocks", lambda n: Blocks(columns, splits, 4))
@@ -138,6 +113,7 @@ def test_every_output_and_gradient(n, p, lengths, root):
 
 
 @runs_kernels
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("n", "lengths"), [(7, [33, 2]), (32, [31, 1]), (1, [63]), (7, [65])], ids=lambda value: f"{value}"
 )
@@ -200,7 +176,7 @@ def test_one_word_sentences_are_recomputed_without_the_rules(precision, monkeypa
 @runs_kernels
 @pytest.mark.parametrize("few", [1024, 0], ids=["several splits at a time", "one by one"])
 def test_rows_of_several_blocks(few, cut_rows, monkeypatch):
-    monkeypatch.setattr("flash_inside.triton_chart.FEW_PROGRAMS", few)
+    monkeypatch.setattr("flash_inside.triton.chart.FEW_PROGRAMS", few)
     cut_rows(16, 2)
     compare(100, 33, [5, 1, 3])
 
@@ -211,57 +187,58 @@ def test_rows_of_several_blocks(few, cut_rows, monkeypatch):
 def test_bf16_chart(spread, columns, cut_rows, monkeypatch):
     """A chart in bf16, which a grammar as small as this one does not get otherwise. The interpreter cuts bits off where
     a GPU rounds, hence the tolerance."""
-    from flash_inside import triton_backend
 
-    monkeypatch.setattr(triton_backend, "LARGEST_FP32_CHART", 0)
+    monkeypatch.setattr("flash_inside.precision.LARGEST_FP32_CHART", 0)
     cut_rows(columns, 4)
     for most_words in (0, 4):  # none, and the last two, are computed with what rounding left
-        monkeypatch.setattr(triton_backend, "MOST_WORDS_OF_PRECISE", most_words)
+        monkeypatch.setattr("flash_inside.precision.MOST_WORDS_OF_SHORT", most_words)
         compare(33, 40, [5, 1, 3], precision="bf16", spread=spread, tolerance=(1e-2, 5e-2))
 
 
 @runs_kernels
 @pytest.mark.parametrize("columns", [32, 64])
-@pytest.mark.parametrize("spread", [1.0, 3.0, 5.0, 10.0])
+@pytest.mark.parametrize(
+    "spread", [1.0, 10.0, *(pytest.param(spread, marks=pytest.mark.long) for spread in (3.0, 5.0))]
+)
 def test_short_sentences_are_precise_in_bf16(spread, columns, cut_rows, monkeypatch):
     """Without what rounding left, errors of log Z are ten to a hundred times as large."""
-    from flash_inside import triton_backend
 
-    monkeypatch.setattr(triton_backend, "LARGEST_FP32_CHART", 0)
+    monkeypatch.setattr("flash_inside.precision.LARGEST_FP32_CHART", 0)
     cut_rows(columns, 4)
     compare(33, 40, [4, 1, 3, 2, 3], precision="bf16", spread=spread, tolerance=(2e-5, 5e-2))
 
 
 @runs_kernels
-@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("copied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_graphs_layout_serves_batches_that_do_not_fill_it(copied):
     """Fewer sentences than slots and fewer words than room: rows beyond the words must not count."""
-    from flash_inside import triton_backend, triton_graphs
+    from flash_inside.triton import backend as triton_backend
+    from flash_inside.triton import graphs
 
-    graphs = {}
+    made = {}
 
     def through_graph(rules, emissions, lengths, precision, backend):
-        def find(rules, emissions, lengths, precision, storage, precise, rules_stay):
+        def find(rules, emissions, lengths, precision, storage, precise):
             types = rules.root.dtype, rules.left.dtype, emissions.dtype, emissions.dtype
             shape, rules_at = (0, 7, 5, rules.root.shape[0]), None if copied else (0, 0)
             slots = {"sentences": 4, "words": 6, "precise": precise, "rules_at": rules_at}
-            bucket = triton_graphs.Bucket(*shape, precision, storage, types, **slots)
-            if bucket not in graphs:
-                arena = triton_graphs.Arena(triton_graphs.Graph.size(bucket), emissions.device)
-                graphs[bucket] = triton_graphs.Graph(bucket, arena)
-            return graphs[bucket]
+            bucket = graphs.Bucket(*shape, precision, storage, types, **slots)
+            if bucket not in made:
+                arena = graphs.Arena(graphs.Graph.size(bucket), emissions.device)
+                made[bucket] = graphs.Graph(bucket, arena)
+            return made[bucket]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(triton_graphs, "find", find)
+            patch.setattr(graphs, "find", find)
             return triton_backend.inside(rules, emissions, lengths, precision).log_z
 
     compare(7, 5, [2, 5, 1], inside=through_graph)
     compare(7, 5, [6, 3, 4, 6], inside=through_graph, seed=1)
-    assert len(graphs) == 1
+    assert len(made) == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_backend, "LARGEST_FP32_CHART", 0)
+        patch.setattr("flash_inside.precision.LARGEST_FP32_CHART", 0)
         compare(7, 5, [2, 4, 1], precision="bf16", inside=through_graph, tolerance=(2e-5, 5e-2))
-    graphs.clear()
+    made.clear()
 
     # The root in fp64, as the trainer gives it.
     fine = random_rules(7, 5)
@@ -274,7 +251,7 @@ def test_a_graphs_layout_serves_batches_that_do_not_fill_it(copied):
         torch.autograd.grad(log_z.sum(), inputs), torch.autograd.grad(want.sum(), inputs), strict=True
     ):
         torch.testing.assert_close(got, truth, rtol=1e-4, atol=1e-6)
-    graphs.clear()
+    made.clear()
 
     # A batch that waits for its backward while another one is computed keeps its chart.
     rules = Rules(*(t.float().to(DEVICE).requires_grad_() for t in random_rules(7, 5)))
@@ -286,6 +263,20 @@ def test_a_graphs_layout_serves_batches_that_do_not_fill_it(copied):
     for got, lengths in ((gradient, [5]), (other_gradient, [2, 3])):
         want = torch.autograd.grad(flash_inside.inside(rules, emissions, lengths, "fp32", "torch").sum(), rules.left)[0]
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@runs_kernels
+def test_the_first_gradients_of_resident_rules_lie_in_their_memory_and_later_ones_are_added():
+    leaves = [tensor.to(DEVICE).requires_grad_() for tensor in random_rules(7, 9, dtype=torch.float32)]
+    memory = [torch.full_like(leaf, torch.nan) for leaf in leaves[1:]]
+    rules, total = ResidentRules(*leaves, gradient_memory=(memory[0], memory[1])), 0
+    for lengths in ([2, 3], [4, 1]):
+        emissions = random_emissions(5, 9, seed=lengths[0], dtype=torch.float32).to(DEVICE)
+        flash_inside.inside_unchecked(rules, emissions, lengths, "fp32", "triton")[0].sum().backward()
+        alone = flash_inside.inside(rules, emissions, lengths, "fp32", "triton").sum()
+        total = total + torch.stack(torch.autograd.grad(alone, leaves[1:]))
+        assert torch.equal(torch.stack([leaf.grad for leaf in leaves[1:]]), total)
+        assert [leaf.grad.data_ptr() for leaf in leaves[1:]] == [part.data_ptr() for part in memory]
 
 
 @runs_kernels
@@ -375,15 +366,13 @@ def test_errors_do_not_add_up_along_a_tree_whose_spans_are_all_alike(cut_rows):
 @runs_kernels
 def test_a_graph_has_room_for_the_gradients_of_fp16_rules():
     """They are computed in fp32."""
-    from flash_inside import triton_graphs
-    from flash_inside.triton_gradients import Wanted
+    from flash_inside.triton import graphs
+    from flash_inside.triton.gradients import Wanted
 
     n, p, wide = 16, 32, torch.float32
-    bucket = triton_graphs.Bucket(
-        0, n, p, n, "fp32", wide, (wide, torch.float16, torch.float16, torch.float16), 2, 2, False
-    )
-    arena = triton_graphs.Arena(triton_graphs.Graph.size(bucket), torch.device(DEVICE))
-    graph = triton_graphs.Graph(bucket, arena)
+    bucket = graphs.Bucket(0, n, p, n, "fp32", wide, (wide, torch.float16, torch.float16, torch.float16), 2, 2, False)
+    arena = graphs.Arena(graphs.Graph.size(bucket), torch.device(DEVICE))
+    graph = graphs.Graph(bucket, arena)
     root, left, right = (t.to(DEVICE) for t in random_rules(n, p, root="nonterminals", dtype=torch.float16))
     emissions = random_emissions(4, p, dtype=torch.float32).half().to(DEVICE)
     held = graph.run(root.float(), left, right, emissions, [2, 2])
@@ -471,12 +460,12 @@ def test_the_backend_is_refused_where_it_cannot_run_and_never_chosen_there():
 
 
 def test_a_graph_has_room_for_gradients_wider_than_the_emissions():
-    from flash_inside import triton_graphs
+    from flash_inside.triton import graphs
 
     rules = random_rules(3, 4, dtype=torch.float32)
     emissions = random_emissions(4, 4, dtype=torch.bfloat16).requires_grad_()
     emissions.grad_dtype = torch.float32
-    bucket = triton_graphs.bucket_of(rules, emissions, [2, 2], "fp32", torch.float32, False)
+    bucket = graphs.bucket_of(rules, emissions, [2, 2], "fp32", torch.float32, False)
     assert bucket.types[2:] == (torch.float32, torch.bfloat16)
 
 
@@ -488,19 +477,19 @@ def test_layouts_of_graphs_and_batches_agree():
 
 
 def test_charts_without_memory_for_a_graph_are_launched_and_that_is_said(monkeypatch):
-    from flash_inside import triton_graphs
+    from flash_inside.triton import graphs
 
-    class Full(triton_graphs.Arena):
+    class Full(graphs.Arena):
         def __init__(self, *_):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     rules = Rules(*random_rules(4, 6, root="nonterminals", dtype=torch.float32))
-    bucket = triton_graphs.bucket_of(rules, random_emissions(4, 6), [2, 2], "fp32", torch.float32, False)
+    bucket = graphs.bucket_of(rules, random_emissions(4, 6), [2, 2], "fp32", torch.float32, False)
     emissions = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(triton_graphs, "bucket_of", lambda *_: bucket)
-    monkeypatch.setattr(triton_graphs, "Arena", Full)
-    monkeypatch.setattr(triton_graphs, "_graphs", {})
-    monkeypatch.setattr(triton_graphs, "_arenas", {})
+    monkeypatch.setattr(graphs, "bucket_of", lambda *_: bucket)
+    monkeypatch.setattr(graphs, "Arena", Full)
+    monkeypatch.setattr(graphs, "_graphs", {})
+    monkeypatch.setattr(graphs, "_arenas", {})
     with pytest.warns(UserWarning, match="no memory for CUDA graphs of the charts"):
-        assert triton_graphs.find(rules, emissions, [2, 2], "fp32", torch.float32, False) is None
+        assert graphs.find(rules, emissions, [2, 2], "fp32", torch.float32, False) is None

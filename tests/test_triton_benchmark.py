@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import flash_inside
-from flash_inside.benchmarks import baselines, extremes, inside, kernel_times, lengths, normalizers, viterbi
+from flash_inside.benchmarks import accuracy, extremes, inside, kernel_times, methods, normalizers, sizes, viterbi
 from grammars import random_emissions, random_rules
 
 
-@pytest.mark.parametrize("baseline", [baselines.log_einsum_exp, baselines.log_sum_exp])
+@pytest.mark.parametrize("baseline", [methods.log_einsum_exp, methods.log_sum_exp])
 def test_baselines_equal_the_reference_with_gradients(baseline):
     rules = random_rules(5, 7, root="nonterminals", dtype=torch.float32)
     inputs = [tensor.requires_grad_() for tensor in (*rules, random_emissions(12, 7, dtype=torch.float32))]
@@ -24,16 +24,20 @@ def test_baselines_equal_the_reference_with_gradients(baseline):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def shown_sizes(rows):
+    return "\n".join(f"{row['nonterminals']}x{row['words']}x{row['sentences']}" for row in rows if row["p50_ms"])
+
+
 def test_one_csv_and_one_plot(tmp_path, capsys):
     arguments = ["--grid", "8x5x2,12x4x3", "--methods", "torch,log-einsum-exp,log-sum-exp", "--seconds", "0"]
     table, plot = tmp_path / "inside.csv", tmp_path / "inside.svg"
     files = ["--csv", str(table), "--plot", str(plot), "--device", "cpu", "--precision", "fp32"]
-    assert inside.main(arguments + files) == 0
+    assert inside.main(arguments + files, draw=shown_sizes) == 0
     rows = list(csv.DictReader(table.open()))
     assert len(rows) == 6
     assert all(float(row["p20_ms"]) <= float(row["p50_ms"]) <= float(row["p80_ms"]) for row in rows)
     assert all(float(row["error"]) < 1e-5 for row in rows)
-    assert plot.read_text().count("<rect") == 7
+    assert plot.read_text().split() == ["8x5x2"] * 3 + ["12x4x3"] * 3
     assert "12 x   4 x   3" in capsys.readouterr().out
 
 
@@ -53,7 +57,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
         (inside, "--device tpu", "--device tpu: should be cuda or cpu"),
         (inside, "--device cuda:99", "--device cuda:99: there is no"),
         (inside, "--csv {folder}", "is a folder; name a file in it"),
-        (inside, "--plot {folder}/none/a.svg", "there is no folder"),
+        (inside, "--plot {folder}/a.svg", "nothing here draws: `lm_pcfg bench inside --plot` does"),
         (kernel_times, "--passes 0", "'0' should be a whole number, at least 1"),
         (kernel_times, "--csv {folder}", "is a folder; name a file in it"),
         (inside, "--seconds inf", "'inf' should be a number, at least 0"),
@@ -79,6 +83,12 @@ def test_wrong_arguments_are_refused(benchmark, arguments, said, tmp_path, capsy
     assert not list(tmp_path.iterdir())
 
 
+def test_a_plot_that_cannot_be_written_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        inside.main(["--plot", f"{tmp_path}/none/a.svg"], draw=shown_sizes)
+    assert "there is no folder" in capsys.readouterr().err
+
+
 def test_a_table_without_rows_is_not_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(inside, "_measure", lambda *_: pytest.fail("measured"))
     (tmp_path / "empty.csv").write_text(",".join(inside.FIELDS) + "\n")
@@ -99,14 +109,14 @@ def test_sentences_beyond_all_memory_are_said_to_be(capsys):
 
 
 def test_a_method_that_does_not_fit_in_memory_leaves_the_others(monkeypatch, capsys):
-    function = inside._function
+    function = methods.function_of
 
     def large(method, *others):
         if method == "log-sum-exp":
             torch.empty(1 << 60)
         return function(method, *others)
 
-    monkeypatch.setattr(inside, "_function", large)
+    monkeypatch.setattr(accuracy, "function_of", large)
     arguments = ["--grid", "4x3x1", "--methods", "log-sum-exp,torch", "--seconds", "0", "--precision", "fp32"]
     assert inside.main([*arguments, "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -174,9 +184,9 @@ def test_a_run_cut_short_keeps_what_it_measured_and_can_be_drawn_later(tmp_path,
     with pytest.raises(KeyboardInterrupt):
         inside.main([*arguments, "--precision", "fp32", "--csv", str(table)])
     measured = capsys.readouterr().out
-    assert inside.main(["--from-csv", str(table), "--plot", str(plot)]) == 0
+    assert inside.main(["--from-csv", str(table), "--plot", str(plot)], draw=shown_sizes) == 0
     assert capsys.readouterr().out == measured
-    assert "4 x 3 x 1" in plot.read_text()
+    assert plot.read_text() == "4x3x1"
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     first, second = table.read_text().splitlines()
     time_of = second.split(",")[inside.FIELDS.index("p50_ms")]
@@ -193,9 +203,9 @@ def test_lengths_of_the_treebank(capsys):
     arguments = ["--grid", "8xptbx4", "--methods", "torch", "--seconds", "0", "--device", "cpu", "--precision", "fp32"]
     assert inside.main(arguments) == 0
     assert "8 x ptb x   4" in capsys.readouterr().out
-    assert lengths.ptb_lengths(3, seed=1) == lengths.ptb_lengths(3, seed=1)
-    assert sum(lengths.PTB_LINES) == 42_068
-    assert sum(number * lines for number, lines in enumerate(lengths.PTB_LINES, 1)) == 887_521
+    assert sizes.ptb_lengths(3, seed=1) == sizes.ptb_lengths(3, seed=1)
+    assert sum(sizes.PTB_LINES) == 42_068
+    assert sum(number * lines for number, lines in enumerate(sizes.PTB_LINES, 1)) == 887_521
 
 
 def test_normalizers(tmp_path, capsys):
@@ -258,7 +268,7 @@ def test_viterbi(monkeypatch, capsys):
     arguments = ["--grid", "6x5x2,7x2x1", "--repeats", "1", "--device", "cpu"]
     assert viterbi.main(arguments) == 0
     assert [line.split()[::2] for line in capsys.readouterr().out.splitlines()] == [["6x5x2", "ms"], ["7x2x1", "ms"]]
-    monkeypatch.setattr(viterbi, "TOLERANCE", -1.0)
+    monkeypatch.setattr(viterbi, "TOLERANCE_OF_TREES", -1.0)
     assert viterbi.main(arguments) == 1
     assert "WRONG" in capsys.readouterr().out
 

@@ -10,24 +10,19 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Lock
 
 import pytest
 import torch
 
 from flash_inside import Rules
-from flash_inside.benchmarks.lengths import ptb_lengths
+from flash_inside.benchmarks.sizes import ptb_lengths
 from flash_inside.dropout import hashed_dropout
 from flash_inside.packing import Layout
 from flash_inside.softmax import child_probabilities, log_normalizers
 
 triton = pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
-]
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 POINTERS = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
@@ -88,10 +83,11 @@ def noted() -> Iterator[dict]:
     """A dictionary whose keys are the (kernel, specialisation) that are launched while this lasts, none of them run."""
     from triton.runtime.jit import JITFunction
 
-    from flash_inside import dropout, triton_kernels
+    from flash_inside import dropout
     from flash_inside.softmax import rows
+    from flash_inside.triton import kernels
 
-    if not isinstance(triton_kernels.row_of, JITFunction):
+    if not isinstance(kernels.row_of, JITFunction):
         pytest.skip("the kernels were imported in the interpreter")
     seen = {}
 
@@ -111,14 +107,14 @@ def without_memory(*shape, dtype=torch.float32):
 
 def launch_inside(n, p, precision, lengths, root_type=None):
     """Both passes, with and without one-word sentences."""
-    from flash_inside import triton_backend
+    from flash_inside.triton import backend
 
     rules_type = torch.bfloat16 if precision == "bf16" else torch.float32
     for root_size, layout in ((n + p, Layout(lengths)), (n, None)):  # and with and without posteriors
         root = without_memory(root_size, dtype=root_type or rules_type)
         left, right = (without_memory(n, n + p, dtype=rules_type) for _ in range(2))
         emissions = without_memory(sum(lengths), p)
-        result = triton_backend.inside(Rules(root, left, right), emissions, lengths, precision, layout)
+        result = backend.inside(Rules(root, left, right), emissions, lengths, precision, layout)
         torch.autograd.grad(result.log_z.sum(), (root, left, right, emissions))
 
 
@@ -156,7 +152,7 @@ def launches():
     with noted() as seen:
         for most_words in (16, 0):  # of sentences that are precise in bf16: these are long to 0
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("flash_inside.triton_backend.MOST_WORDS_OF_PRECISE", most_words)
+                patch.setattr("flash_inside.precision.MOST_WORDS_OF_SHORT", most_words)
                 for lengths in BATCHES:
                     for n, p, precision in TRAINING_SIZES:
                         launch_inside(n, p, precision, lengths, root_type=torch.float64)
@@ -183,6 +179,7 @@ def launches():
     return list(seen)
 
 
+@pytest.mark.long
 def test_other_batches_launch_nothing_else(launches):
     with noted() as seen:
         for n, lengths in ((4096, [40] * 16), (8192, [20, 5] * 8), (512, [9]), (32, [31, 1]), (1024, [64]), (512, [3])):
@@ -200,36 +197,45 @@ def test_other_batches_launch_nothing_else(launches):
     assert {kernel.fn.__name__ for kernel, _ in seen.keys() - set(launches)} == set()
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_every_specialisation_compiles(launches, capability, monkeypatch):
+def compiled(launch, capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.runtime.jit import JITFunction
 
-    # Python 3.11 counts how deep a parser is for all threads together: where garbage is collected in one while another
-    # parses, that is a SystemError.
-    parse, one_at_a_time = JITFunction.parse, Lock()
+    kernel, (signature, constants, divisible, warps) = launch
+    source = ASTSource(
+        fn=kernel,
+        signature=dict(signature),
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants},
+        attrs={(number,): [["tt.divisibility", 16]] for number in divisible},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
-    def parse_alone(kernel):
-        with one_at_a_time:
-            return parse(kernel)
 
-    monkeypatch.setattr(JITFunction, "parse", parse_alone)
+def one_of_each():
+    """Name of a kernel -> the first launch of it."""
+    with noted() as seen:
+        for n, precision, lengths in ((2048, "bf16", [8, 2]), (64, "fp32", [8, 2])):
+            launch_inside(n, 2 * n, precision, lengths, root_type=torch.float64)
+        launch_viterbi(64, 128, [8, 2])
+        launch_softmaxes(64, 128)
+        launch_normalizers(99)
+        launch_dropout(1, 0.3)
+    return {kernel.fn.__name__: (kernel, launch) for kernel, launch in reversed(seen)}
 
-    names = {kernel.fn.__name__ for kernel, _ in launches}
-    assert len(names) >= 18
 
-    def compile_one(launch):
-        kernel, (signature, constants, divisible, warps) = launch
-        source = ASTSource(
-            fn=kernel,
-            signature=dict(signature),
-            constexprs={(kernel.arg_names.index(name),): value for name, value in constants},
-            attrs={(number,): [["tt.divisibility", 16]] for number in divisible},
-        )
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+def test_every_kernel_compiles():
+    """In one specialisation; `make test-all` compiles all of them."""
+    kernels = one_of_each()
+    assert len(kernels) >= 18
+    for launch in kernels.values():
+        assert compiled(launch, 90).asm["cubin"]
 
-    with ThreadPoolExecutor(2) as pool:  # much of it is not Python: MLIR, LLVM, ptxas
-        for compiled in pool.map(compile_one, launches):
-            assert f"sm_{capability}" in compiled.asm["ptx"]
-            assert compiled.asm["cubin"]
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_specialisation_compiles(launches, capability):
+    assert {kernel.fn.__name__ for kernel, _ in launches} == one_of_each().keys()
+    for launch in launches:
+        binary = compiled(launch, capability)
+        assert f"sm_{capability}" in binary.asm["ptx"]
+        assert binary.asm["cubin"]

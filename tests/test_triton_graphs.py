@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import flash_inside
-from flash_inside import Rules
+from flash_inside import ResidentRules
 from grammars import random_emissions, random_rules
 
 pytest.importorskip("triton")
 
-#: Equal and nearly equal lengths, short ones that keep their rests, fewer sentences than slots; more buckets than fit.
+#: Equal and nearly equal lengths, short ones that keep residuals, fewer sentences than slots; more buckets than fit.
 BATCHES = (
     [12] * 16,
     [44] * 16,
@@ -34,29 +34,28 @@ ROUNDS = 4  # launched, captured, replayed twice
 )
 @pytest.mark.parametrize("crowded", [False, True], ids=["room", "evicted"])
 def test_graphs_of_long_and_uneven_batches_do_what_launches_do(n, precision, tolerance, crowded, monkeypatch):
-    from flash_inside import triton_graphs
+    from flash_inside.triton import graphs
 
-    triton_graphs.clear()
+    graphs.clear()
     if crowded:  # the arena grows and graphs are dropped all the time
-        monkeypatch.setattr(triton_graphs, "MOST_GRAPHS", 3)
-        monkeypatch.setattr(triton_graphs, "GROWTH", 1 << 20)
+        monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
+        monkeypatch.setattr(graphs, "GROWTH", 1 << 20)
     p, rules_type = 2 * n, torch.bfloat16 if precision == "bf16" else torch.float32
     # As in training: rules, and the memory of their gradients, stay where they are, with new values in every step.
     root, left, right = (t.cuda() for t in random_rules(n, p, dtype=torch.float32))
     joint = torch.stack((left, right)).to(rules_type)
-    rules = Rules(root.requires_grad_(), joint[0].requires_grad_(), joint[1].requires_grad_())
     memory = torch.empty_like(joint)
+    inputs = (tensor.requires_grad_() for tensor in (root, joint[0], joint[1]))
+    rules = ResidentRules(*inputs, gradient_memory=(memory[0], memory[1]))
 
-    def gradients(lengths: list[int], emissions: torch.Tensor, graphs: bool) -> list[torch.Tensor]:
-        before = triton_graphs.allow(graphs)
+    def gradients(lengths: list[int], emissions: torch.Tensor, replayed: bool) -> list[torch.Tensor]:
+        before = graphs.allow(replayed)
         memory.fill_(torch.nan)
         try:
-            log_z, trusted = flash_inside.inside_unchecked(
-                rules, emissions, lengths, precision, "triton", (memory[0], memory[1]), rules_stay=True
-            )
+            log_z, trusted = flash_inside.inside_unchecked(rules, emissions, lengths, precision, "triton")
             found = torch.autograd.grad(log_z.sum() / len(lengths), [*rules, emissions])
         finally:
-            triton_graphs.allow(before)
+            graphs.allow(before)
         assert trusted.all()
         return [log_z.detach(), *(gradient.detach().clone() for gradient in found)]
 
@@ -73,5 +72,5 @@ def test_graphs_of_long_and_uneven_batches_do_what_launches_do(n, precision, tol
                 got, want = got.double(), want.double()
                 error = ((got - want).norm() / want.norm()).item()
                 assert error <= tolerance, f"round {repeat}, {lengths[0]} words: {name} off by {error:.1e}"
-    assert triton_graphs._graphs
-    triton_graphs.clear()
+    assert graphs._graphs
+    graphs.clear()

@@ -38,28 +38,28 @@ SIZES = [(1, 1), (3, 2), (2, 127), (5, 129), (2, 4096), (2, 4097), (1, 9001), (1
 
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 def test_row_passes_equal_pytorch(rows, columns):
-    from flash_inside.softmax import triton_rows
+    from flash_inside.triton import rows as kernels
 
     logits, gradient = rows_of(rows, columns), rows_of(rows, columns, scale=1.0)
     wide = logits.double()
     normalizers = torch.empty(rows, device=DEVICE)
     padded = rows_of(rows, columns + 5, scale=100.0)  # what lies beyond the columns counts for nothing
     padded[:, :columns] = logits
-    triton_rows.log_sum_exp(padded, columns, normalizers)
+    kernels.log_sum_exp(padded, columns, normalizers)
     torch.testing.assert_close(normalizers.double(), wide.logsumexp(1), rtol=1e-6, atol=1e-6)
 
     probabilities = torch.empty_like(logits)
-    triton_rows.softmax(logits, probabilities)
+    kernels.softmax(logits, probabilities)
     torch.testing.assert_close(probabilities.double(), wide.softmax(1), rtol=1e-5, atol=1e-12)
 
     factor = gradient[:, 0].contiguous()
     expected = torch.zeros_like(padded, dtype=torch.float64)
     expected[:, :columns] = wide.softmax(1) * factor[:, None].double()
-    triton_rows.scaled_exp(padded, columns, normalizers, factor, padded)
+    kernels.scaled_exp(padded, columns, normalizers, factor, padded)
     torch.testing.assert_close(padded.double(), expected, rtol=1e-4, atol=1e-12)
 
     d_logits = torch.empty_like(logits)
-    triton_rows.softmax_gradient(probabilities, gradient, d_logits)
+    kernels.softmax_gradient(probabilities, gradient, d_logits)
     p, g = probabilities.double(), gradient.double()
     expected = p * (g - (p * g).sum(1, keepdim=True) / p.sum(1, keepdim=True))
     torch.testing.assert_close(d_logits.double(), expected, rtol=1e-4, atol=1e-6)

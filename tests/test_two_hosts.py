@@ -1,4 +1,4 @@
-"""Two hosts with a network of their own between them train together, by the command that launch/README.md shows."""
+"""Two hosts with a network of their own between them train together, by the command that docs/clusters.md shows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from subprocess import STDOUT
 import pytest
 
 import namespaces
-from lm_pcfg.training import checkpoint
-from lm_pcfg.training.metrics_file import read_metrics
+from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage.metrics_file import read_metrics
 from namespaces import Host
 from processes import alive, environment, wait_until
 from texts import write_config
@@ -32,8 +32,8 @@ reason = namespaces.skip_reason(namespaces.missing())
 
 
 def documented(start: str, **variables: str) -> list[str]:
-    """The command of launch/README.md that starts like this, up to its config."""
-    text = (REPOSITORY / "launch" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    """The command of docs/clusters.md that starts like this, up to its config."""
+    text = (REPOSITORY / "docs" / "clusters.md").read_text(encoding="utf-8").replace("\\\n", " ")
     (line,) = [line for line in text.splitlines() if line.startswith(start)]
     words = shlex.split(re.sub(r"\$(\w+)", lambda name: variables[name[1]], line.partition(" --config ")[0]))
     files = [str(REPOSITORY / word) if word.startswith(("launch/", "lm_pcfg/")) else word for word in words[2:]]
@@ -82,7 +82,7 @@ def end_well(processes: list[subprocess.Popen], folder: Path) -> str:
     return said[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(reason is not None, reason=f"no simulated hosts: {reason}")
 def test_two_hosts_train_as_two_processes_of_one(tmp_path, hosts):
     settings = ["--config", str(write_config(tmp_path, training={"log_every": 1}, engine={"world_size": 2}))]
@@ -101,7 +101,6 @@ def test_two_hosts_train_as_two_processes_of_one(tmp_path, hosts):
         assert one == pytest.approx(other, rel=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.skipif(reason is not None, reason=f"no simulated hosts: {reason}")
 def test_launchers_on_two_hosts_restart_together(tmp_path, hosts):

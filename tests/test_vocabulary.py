@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyError, VocabularyOptions, normalise, replace_file
+from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyError, VocabularyOptions, normalise
+from lm_pcfg.storage.durable import replace_file
 
 TEXT = [line.split() for line in ("the cat sat", "the dog sat", "the Cat ran 1,234.5 miles", "<unk> dog")]
 
@@ -41,23 +42,20 @@ def test_size_and_minimum_count() -> None:
     assert len(build(size=100)) == 9
 
 
-def test_encode() -> None:
-    vocabulary = build()
-    sentence = ["the", "zebra", "<unk>", "sat", "<eos>"]
-    assert vocabulary.encode(sentence) == [1, 0, 0, 3, 0]
-    assert vocabulary.encode(sentence).count(vocabulary.unknown_id) == 3  # unseen words and literal <unk>s
-    assert vocabulary.encode([]) == []
-    explicit = build(end_of_sentence=True)
-    assert explicit.encode(sentence) == [2, 0, 0, 4, 0, 1]  # a word never stands for the end
-    assert explicit.encode(sentence).count(explicit.unknown_id) == 3
-    assert explicit.encode([]) == [1]
+def test_tokenise() -> None:
+    vocabulary, explicit = build(), build(end_of_sentence=True)
+    assert vocabulary.unknown_id == explicit.unknown_id == 0  # of unseen words and literal <unk>s
+    lines = ["the zebra  <unk> sat <eos>", " "]
+    assert vocabulary.tokenise(lines) == [[1, 0, 0, 3, 0], []]
+    assert explicit.tokenise(lines) == [[2, 0, 0, 4, 0], []]  # a word never stands for the end
+    assert (vocabulary.end_id, explicit.end_id) == (None, 1)
 
 
 def test_lowercase_and_numbers() -> None:
     vocabulary = build(lowercase=True, fold_numbers=True)
     assert "cat" in vocabulary.words
     assert "Cat" not in vocabulary.words
-    assert vocabulary.encode(["CAT", "7", "N"]) == [vocabulary.words.index(word) for word in ("cat", "N", "N")]
+    assert vocabulary.tokenise(["CAT 7 N"]) == [[vocabulary.words.index(word) for word in ("cat", "N", "N")]]
     options = VocabularyOptions(fold_numbers=True)
     for number in ("1", "1,234.5", "-7%", "$3.50", "12/31", "1-2", "2024-01-01", ".5"):
         assert normalise(number, options) == "N"
@@ -92,7 +90,7 @@ def test_known_words_are_the_most_frequent(
     full = size is not None and len(known) == size - 1
     assert all(counts[word] < min_count or (full and (not known or counts[word] <= counts[known[-1]]))
                for word in ignored)  # fmt: skip
-    unknown = [vocabulary.encode(line).count(vocabulary.unknown_id) for line in text]
+    unknown = [ids.count(vocabulary.unknown_id) for ids in vocabulary.tokenise([" ".join(line) for line in text])]
     assert vocabulary.training_unknown == sum(unknown)
 
 

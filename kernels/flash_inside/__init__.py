@@ -3,23 +3,16 @@
 Tensors only: charts, scales, autograd. Nothing here knows about models, text or training.
 """
 
-from flash_inside.interface import (
-    BACKENDS,
-    PRECISIONS,
-    Statistics,
-    free_memory,
-    inside,
-    inside_unchecked,
-    rules_type,
-    span_marginals,
-    viterbi,
-)
+from flash_inside.interface import BACKENDS, free_memory, inside, inside_unchecked, span_marginals, viterbi
 from flash_inside.mbr import mbr
-from flash_inside.rules import Rules
+from flash_inside.precision import PRECISIONS, rules_type
+from flash_inside.recomputation import Statistics
+from flash_inside.rules import ResidentRules, Rules
 
 __all__ = [
     "BACKENDS",
     "PRECISIONS",
+    "ResidentRules",
     "Rules",
     "Statistics",
     "free_memory",

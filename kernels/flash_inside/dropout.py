@@ -1,4 +1,4 @@
-"""Dropout whose choice is a hash of a key and the coordinate: the same on every device, nothing kept for backward."""
+"""Dropout that hashes a key and the coordinate: it is the same on every device, and keeps nothing for the backward."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_inside.triton_installed import in_triton
+from flash_inside.devices import in_triton
 
 LOW_32_BITS = 0xFFFFFFFF
-#: Of a 32-bit mix in three rounds: a shift and a factor; the last round has only the shift.
+#: The hash mixes 32 bits in three rounds: each shifts, and all but the last multiply.
 SHIFTS, FACTORS = (16, 15, 15), (0x21F0AAAD, 0x735A2D97)
 
 
 def hashed_dropout(x: Tensor, rate: float, key: Tensor) -> Tensor:
-    """x with 0 in a random part of its places, and 1 / (1 - rate) times x elsewhere, so that the expectation stays.
+    """Set a random part of x to 0, and multiply the others by 1 / (1 - rate), so that the expectation stays.
 
     key: two integers of 32 bits as int64, on the device of x where a CUDA graph is to read others at every replay.
     """
@@ -41,10 +41,10 @@ def _drop(x: Tensor, rate: float, key: Tensor) -> Tensor:
     threshold, scale = round(rate * 2**32), 1.0 / (1.0 - rate)
     if not in_triton(x):
         return torch.where(_hash(x.numel(), key).view(x.shape) >= threshold, x * scale, 0.0)
-    from flash_inside import triton_dropout
+    from flash_inside.triton import rows  # imported where it is used: needs triton
 
     out = torch.empty_like(x)
-    triton_dropout.drop(x, key, threshold, scale, out)
+    rows.drop(x, key, threshold, scale, SHIFTS, FACTORS, out)
     return out
 
 

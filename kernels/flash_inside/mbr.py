@@ -18,7 +18,7 @@ Spans = list[tuple[int, int]]  # (first word, end) of every node, parents before
 
 
 def mbr(tables: Sequence[Tensor]) -> list[Spans]:
-    """The binary tree of every sentence with the largest sum of span posteriors: [(first word, end), ...].
+    """Find the binary tree of every sentence with the largest sum of span posteriors: [(first word, end), ...].
 
     tables: as `span_marginals` returns them, [l+1, l+1] a sentence, entry (i, j), i < j, for the words i..j-1; all of
     them on one device, from where they are copied at once. Single words and the whole sentence are among the spans;

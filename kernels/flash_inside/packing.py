@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Layout:
-    """Rows of the packed chart of some sentences. All index arrays are int64."""
+    """Numbers the rows of the packed chart of some sentences. All index arrays are int64."""
 
     def __init__(self, lengths: Sequence[int]):
         given = np.asarray(lengths, dtype=np.int64)
@@ -45,14 +45,14 @@ class Layout:
         return slice(int(self.offset[width]), int(self.offset[width + 1]))
 
     def spans(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sorted sentence b and first word i of every span of this width, in row order: two arrays [R]."""
+        """Return sorted sentence b and first word i of every span of this width, in row order: two arrays [R]."""
         counts = self.lengths[: self.alive[width]] - width + 1
         sentence = np.repeat(np.arange(len(counts)), counts)
         position = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return sentence, position
 
     def splits(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the left and right part of every split of every span of this width: two arrays [R, width - 1].
+        """Return the rows of the left and right parts of all splits of all spans of a width: two arrays [R, width - 1].
 
         For one width no row occurs twice in either array (a left part fixes its width, sentence and first word, a
         right part its width, sentence and last word), so adding at these rows has no conflicts.
@@ -66,22 +66,22 @@ class Layout:
         return left, right
 
     def sentence_of_rows(self) -> np.ndarray:
-        """Sorted sentence of every row of the chart: [rows]."""
+        """Return the sorted sentence of every row of the chart: [rows]."""
         return np.concatenate([self.spans(width)[0] for width in range(1, self.longest + 1)])
 
     def tops(self) -> np.ndarray:
-        """Row of the whole sentence for every sorted sentence: [B]."""
+        """Return the row of the whole sentence for every sorted sentence: [B]."""
         sentence = np.arange(len(self.lengths))
         return self.offset[self.lengths] + self.prefix - sentence * (self.lengths - 1)
 
     def unsort(self, values: Tensor) -> Tensor:
-        """From sorted sentences to the caller's order, along the first dimension."""
+        """Bring values of sorted sentences into the caller's order, along the first dimension."""
         inverse = torch.empty(len(self.order), dtype=torch.int64)
         inverse[torch.tensor(self.order)] = torch.arange(len(self.order))
         return values[inverse.to(values.device)]
 
     def square_tables(self, row_values: Tensor) -> list[Tensor]:
-        """One value a row -> a table [l+1, l+1] a sentence, in the caller's order; entry (i, j) is span i..j."""
+        """Turn one value a row into a table [l+1, l+1] a sentence, in the caller's order; entry (i, j) is span i..j."""
         tables = [row_values.new_zeros(int(length) + 1, int(length) + 1) for length in self.lengths]
         for width in range(1, self.longest + 1):
             values = row_values[self.span_rows(width)]

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_inside.rules import Rules, connection, log, upcast
+from flash_inside.precision import upcast
+from flash_inside.rules import Rules, connection, log
 
 NEGATIVE_INFINITY = float("-inf")
 
 
 def inside(rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dtype = torch.float64) -> Tensor:
-    """Sentence log marginals [B] in `dtype` (fp64 or fp32)."""
+    """Return sentence log marginals [B] in `dtype` (fp64 or fp32)."""
     scores = [
         _inside_of_sentence(rules.of_sentence(b), words, dtype, span_scores=None)
         for b, words in enumerate(emissions.split(lengths))
@@ -40,7 +41,7 @@ def one_word_inside(root: Tensor, words: Tensor, nonterminals: int) -> Tensor:
 def span_marginals(
     rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
-    """Posterior of every span: the derivative of log Z by a score added to log beta of that span."""
+    """Return the posterior of every span: the derivative of log Z by a score added to log beta of that span."""
     tables = []
     with torch.inference_mode(False), torch.enable_grad():
         fixed = Rules(*(tensor.detach().clone() for tensor in rules))
@@ -55,7 +56,7 @@ def span_marginals(
 
 
 def _inside_of_sentence(rules: Rules, words: Tensor, dtype: torch.dtype, span_scores: Tensor | None) -> Tensor:
-    """log Z of one sentence. words: [l, P] log-emissions; span_scores: [l+1, l+1] added to log beta, or None."""
+    """Return log Z of one sentence. words: [l, P] log-emissions; span_scores: [l+1, l+1] added to log beta, or None."""
     length, n = words.shape[0], rules.nonterminals
     if dtype == torch.float64:
         root, left, right = (upcast(tensor) for tensor in rules)
@@ -144,13 +145,13 @@ def _tree(score: Tensor, nodes: list[tuple[int, int, int]]) -> tuple[float, list
 
 
 def safe_log(probabilities: Tensor) -> Tensor:
-    """log p, with -inf and a zero gradient where p is 0 (the derivative by log p is the expected count: zero)."""
+    """Take log p, with -inf and a zero gradient where p is 0 (the derivative by log p is the expected count: zero)."""
     zero = probabilities <= 0  # not NaN, which stays NaN
     return torch.where(zero, 1.0, probabilities).log().masked_fill(zero, NEGATIVE_INFINITY)
 
 
 def log_sum_exp(values: Tensor, dim: int) -> Tensor:
-    """logsumexp that has a zero gradient, not NaN, where everything is -inf."""
+    """Compute logsumexp with a zero gradient, not NaN, where everything is -inf."""
     largest = values.detach().amax(dim, keepdim=True)
     largest = torch.where(largest == NEGATIVE_INFINITY, 0.0, largest)
     return safe_log((values - largest).exp().sum(dim)) + largest.squeeze(dim)

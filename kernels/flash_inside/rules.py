@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -37,8 +37,32 @@ class Rules(NamedTuple):
         return self.left.shape[-1] - self.left.shape[-2]
 
     def of_sentence(self, sentence: int) -> Rules:
-        """The grammar of one sentence: its own, or the common one."""
+        """Return the grammar of one sentence: its own, or the common one."""
         return Rules(*(tensor[sentence] for tensor in self)) if self.per_sentence else self
+
+
+class ResidentRules(Rules):
+    """Rules of training steps, which stay at the same addresses while their values change.
+
+    gradient_memory   [N, N+P] twice: the first backward since left and right had their gradients cleared may write
+                      the new ones there
+
+    Whoever makes such rules promises that left and right are leaves of autograd, that those of later calls lie at the
+    same addresses, so that CUDA graphs may read them there, and that the backward of one batch comes before the
+    forward of the next.
+    """
+
+    gradient_memory: tuple[Tensor, Tensor]
+
+    def __new__(cls, root: Tensor, left: Tensor, right: Tensor, gradient_memory: tuple[Tensor, Tensor]) -> Self:
+        rules = super().__new__(cls, root, left, right)
+        rules.gradient_memory = gradient_memory
+        return rules
+
+    @property
+    def have_gradients(self) -> bool:
+        """Whether left or right has a gradient: a backward adds to it, and must not write over it."""
+        return self.left.grad is not None or self.right.grad is not None
 
 
 def check_inputs(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int]) -> list[int]:
@@ -82,6 +106,8 @@ def check_inputs(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int
         raise ValueError(
             f"emissions must be [{sum(lengths)}, {p}] (words of all sentences, P), not {list(emissions.shape)}"
         )
+    if isinstance(rules, ResidentRules) and any(part.shape != rules.left.shape for part in rules.gradient_memory):
+        raise ValueError(f"gradient_memory must be two tensors {list(rules.left.shape)}, as left and right are")
     devices = {tensor.device for tensor in (*rules, emissions)}
     if len(devices) > 1:
         raise ValueError(f"rules and emissions must be on one device, not on {sorted(map(str, devices))}")
@@ -91,38 +117,11 @@ def check_inputs(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int
 
 
 def connection(rules: Rules, emissions: Tensor) -> Tensor:
-    """A zero that depends on every input."""
+    """Return a zero that depends on every input."""
     first = [tensor.flatten()[:1] for tensor in (*rules, emissions)]
     return sum((0.0 * torch.where(value.isfinite(), value, 0.0).sum() for value in first), torch.zeros(()))
 
 
 def log(probabilities: Tensor, dtype: torch.dtype) -> Tensor:
-    """Taken in the wider of the two types: a root in fp64 may give 1e-60, which fp32 holds as a logarithm only."""
+    """Take the log in the wider of the two types: fp32 cannot hold a root's 1e-60 in fp64, but can hold its log."""
     return probabilities.to(torch.promote_types(probabilities.dtype, dtype)).log().to(dtype)
-
-
-def gradient_type(tensor: Tensor) -> torch.dtype:
-    """Of the gradient a tensor takes: a leaf may ask for a wider one than its own (`grad_dtype`)."""
-    return (tensor.grad_dtype or tensor.dtype) if tensor.is_leaf else tensor.dtype
-
-
-def upcast(tensor: Tensor) -> Tensor:
-    """To fp64, with a backward that cannot overflow on the way back to a smaller type.
-
-    The derivative by a probability is (expected count) / probability: for a needed rule of probability 1e-40 it is
-    finite in fp64 and infinite in fp32. It is clamped to a sixty-fourth of the largest number of the smaller type.
-    """
-    return tensor if tensor.dtype == torch.float64 else _Upcast.apply(tensor)
-
-
-class _Upcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.gradient_type = gradient_type(tensor)
-        return tensor.to(torch.float64)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        limit = torch.finfo(ctx.gradient_type).max / 64
-        return gradient.clamp(-limit, limit).to(ctx.gradient_type)

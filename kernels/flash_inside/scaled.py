@@ -1,7 +1,7 @@
 """The inside algorithm in scaled linear space on packed sentences: plain PyTorch, any device.
 
 A row of the chart holds linear values and a natural-log scale each for beta, eta and zeta (the derivation is in
-kernels/README.md; a tilde marks a stored value):
+docs/kernels.md; a tilde marks a stored value):
 
     eta~ = eta / mL, tL = t + log mL      mL = max over A;    zeta~, mR, tR likewise
     c_ikj = exp(tL_ik + tR_kj - t_ij)
@@ -17,7 +17,6 @@ dropped at once. What stays for the backward are beta~ and D (3N values a row); 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,39 +24,18 @@ import torch
 from torch import Tensor
 
 from flash_inside.packing import Layout
-from flash_inside.rules import Rules, gradient_type
+from flash_inside.precision import (
+    LARGEST_D_OF_TORCH,
+    Format,
+    chart_format,
+    finite,
+    gradient_type,
+    matmul_precision,
+    product,
+)
+from flash_inside.rules import Rules
 
 LARGEST_BLOCK = 1 << 22  # elements of a temporary [rows, splits, N] (measured on a CPU: larger ones leave the cache)
-
-# A value lost below the smallest number of the format (1e-38 in fp32) matters to log Z only if D at its place is of the
-# order of its inverse. Beyond these the sentence must be recomputed. Ten decades of margin.
-LARGEST_TRUSTED_D = {torch.float32: 1e28, torch.float64: 1e298}
-
-
-#: Up to this many nonterminals "bf16" keeps the chart in fp32: the products cost nothing there, and with few symbols
-#: rounding errors of bf16 do not average out (two words, 16 symbols: 4 times the error allowed to bf16).
-LARGEST_FP32_CHART = 256
-#: Nor do they in sentences of so few words: here a batch that has one is computed in fp32 as a whole, and the triton
-#: backend keeps what rounding left of such sentences.
-MOST_WORDS_OF_PRECISE = 16
-
-
-class Precision(NamedTuple):
-    compute: torch.dtype  # sums, scales of rows, what comes out
-    storage: torch.dtype  # chart rows and operands of the matrix products
-
-
-PRECISIONS = {
-    "fp64": Precision(torch.float64, torch.float64),
-    "fp32": Precision(torch.float32, torch.float32),
-    "tf32": Precision(torch.float32, torch.float32),
-    "bf16": Precision(torch.float32, torch.bfloat16),
-}
-
-
-def precision_of(name: str, n: int, layout: Layout) -> Precision:
-    precise = n <= LARGEST_FP32_CHART or layout.lengths[-1] <= MOST_WORDS_OF_PRECISE
-    return PRECISIONS["fp32" if name == "bf16" and precise else name]
 
 
 class Result(NamedTuple):
@@ -67,35 +45,10 @@ class Result(NamedTuple):
 
 
 def inside(rules: Rules, emissions: Tensor, layout: Layout, precision: str) -> Result:
-    """Log marginals in the caller's order. The gradient of a sentence that is not trusted is zero."""
+    """Return log marginals in the caller's order. The gradient of a sentence that is not trusted is zero."""
     root, left, right = rules
     log_z, trusted, posterior = _ScaledInside.apply(root, left, right, emissions, layout, precision)
     return Result(log_z, trusted, posterior)
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """fp32 means fp32: TF32 products only where they were asked for, whatever the process-wide settings are."""
-    settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    settings.fp32_precision = "tf32" if precision == "tf32" else "ieee"
-    try:
-        with ExitStack() as stack:
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):  # to leave it takes time that a small grammar's step has not
-                    stack.enter_context(torch.autocast(device, enabled=False))
-            yield
-    finally:
-        settings.fp32_precision = before
-
-
-def product(a: Tensor, b: Tensor, compute: torch.dtype) -> Tensor:
-    """a @ b with operands in the storage type, accumulated and returned in the compute type."""
-    if a.dtype == compute:
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=compute)
-    return a.to(compute) @ b.to(compute)
 
 
 @dataclass
@@ -107,7 +60,7 @@ class _Weights:
     root: Tensor  # [N] or [N+P] fp64: a trained root gives one-word sentences 1e-60, and it is only a vector
 
     @classmethod
-    def of(cls, rules: Rules, precision: Precision) -> _Weights:
+    def of(cls, rules: Rules, precision: Format) -> _Weights:
         both = torch.cat((rules.left, rules.right)).to(precision.storage)  # [2N, N+P]
         n = rules.nonterminals
         return cls(both[:, :n].contiguous(), both[:, n:].contiguous(), rules.root.double())
@@ -116,7 +69,7 @@ class _Weights:
 class _Chart:
     """Forward pass. Rows are those of the layout; scales are fp64, because fp32 scales cap the accuracy at 1e-6."""
 
-    def __init__(self, weights: _Weights, emissions: Tensor, layout: Layout, precision: Precision):
+    def __init__(self, weights: _Weights, emissions: Tensor, layout: Layout, precision: Format):
         self.weights, self.layout, self.precision = weights, layout, precision
         self.n = weights.children.shape[1]
         self._split_rows: dict[int, list[Tensor]] = {}
@@ -140,7 +93,7 @@ class _Chart:
         return self.beta[rows.start - self.layout.words : rows.stop - self.layout.words]
 
     def splits(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Blocks of the spans of a width: rows, left part rows [r, k], right part rows [r, k], log scales [r, k]."""
+        """Yield blocks of the spans of a width: rows; rows of left parts, of right parts, log scales, each [r, k]."""
         if width not in self._split_rows:  # made in the forward pass, met again in the derivatives
             self._split_rows[width] = [
                 torch.from_numpy(part).to(self.scale.device) for part in self.layout.splits(width)
@@ -154,7 +107,7 @@ class _Chart:
             yield slice(first + block.start, first + block.stop), left[block], right[block], log_scale[block]
 
     def gather(self, rows: Tensor, side: int) -> Tensor:
-        """eta~ (side 0) or zeta~ (side 1) of a table of rows: [r, k] -> [r, k, N] in the compute type."""
+        """Gather eta~ (side 0) or zeta~ (side 1) of a table of rows: [r, k] -> [r, k, N] in the compute type."""
         return self.eta_zeta[:, side].index_select(0, rows.flatten()).to(self.precision.compute).view(*rows.shape, -1)
 
     def _split_sum(self, width: int) -> None:
@@ -182,8 +135,8 @@ class _Chart:
         self.eta_zeta[rows] = (eta_zeta / largest).to(self.precision.storage)
 
 
-def leaf_values(emissions: Tensor, leaf_word: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
-    """e~ = exp(emission - max) [words, P] in leaf-row order, and its scale [words]. All -inf: zeros and scale 0."""
+def leaf_values(emissions: Tensor, leaf_word: Tensor, precision: Format) -> tuple[Tensor, Tensor]:
+    """Return e~ = exp(emission - max) [words, P] in leaf-row order, and its scale [words]. All -inf: zeros, scale 0."""
     wide = torch.promote_types(emissions.dtype, precision.compute)
     rows = emissions.index_select(0, leaf_word).to(wide)
     scale = rows.amax(1, keepdim=True)
@@ -192,10 +145,10 @@ def leaf_values(emissions: Tensor, leaf_word: Tensor, precision: Precision) -> t
 
 
 def _lost_rows(chart: _Chart, emissions: Tensor) -> Tensor:
-    """[rows] rows of eta or zeta that are all zero in the chart although the grammar can derive something there.
+    """Find rows of eta or zeta that are all zero although the grammar can derive something there: bool [rows].
 
-    Nothing above such a row has it in its splits, so no derivative tells of the loss. What can be derived is found by
-    the same recursion in yes and no.
+    Nothing above such a row has it in its splits, so no derivative shows the loss. What can be derived is found by
+    the same recursion over booleans.
     """
     layout, weights, compute = chart.layout, chart.weights, chart.precision.compute
     children, leaves = ((matrix > 0).to(compute).T for matrix in (weights.children, weights.leaves))
@@ -216,7 +169,7 @@ class _Derivatives(NamedTuple):
 
 
 def _derivatives(chart: _Chart, top_rows: Tensor, top_sums: Tensor) -> _Derivatives:
-    """D for an incoming gradient of 1 a sentence, from the widest spans down.
+    """Compute D for an incoming gradient of 1 a sentence, from the widest spans down.
 
     top_rows: [B] rows of whole sentences, top_sums: [B] fp64 root . beta~ (0 = no tree: no gradient).
     """
@@ -255,14 +208,6 @@ def _derivatives(chart: _Chart, top_rows: Tensor, top_sums: Tensor) -> _Derivati
     return _Derivatives(totals.to(chart.precision.storage).flatten(1), largest, posterior)
 
 
-def finite(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Counts over tiny probabilities may be too large for the type: as large as it can be (see `rules.upcast`)."""
-    limit = torch.finfo(dtype).max / 64
-    if torch.finfo(gradient.dtype).max > limit * 64:
-        gradient = gradient.clamp(-limit, limit)
-    return gradient.to(dtype)
-
-
 class _ScaledInside(torch.autograd.Function):
     """(root, left, right, emissions) -> log Z [B], trusted [B], posterior [rows]; the last two not differentiable."""
 
@@ -270,7 +215,7 @@ class _ScaledInside(torch.autograd.Function):
     def forward(
         ctx: Any, root: Tensor, left: Tensor, right: Tensor, emissions: Tensor, layout: Layout, precision_name: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        precision = precision_of(precision_name, left.shape[0], layout)
+        precision = chart_format(precision_name, left.shape[0], shortest=int(layout.lengths[-1]))
         rules, device = Rules(root, left, right), emissions.device
         n, words = rules.nonterminals, layout.words
         with matmul_precision(precision_name):
@@ -301,11 +246,10 @@ class _ScaledInside(torch.autograd.Function):
         possible[sentence[:words][nothing]] = False
         if root.shape[0] == n:
             possible[longer:] = False
-        in_range = torch.isfinite(top_sums) & (largest <= LARGEST_TRUSTED_D[precision.compute])
+        in_range = torch.isfinite(top_sums) & (largest <= LARGEST_D_OF_TORCH[precision.compute])
         trusted = torch.where(top_sums > 0, in_range, ~possible)
-        if (
-            chart.child_scale.isinf().any(1) & (trusted & possible)[sentence]
-        ).any():  # only grammars with zeros come here
+        empty = chart.child_scale.isinf().any(1) & (trusted & possible)[sentence]
+        if empty.any():  # only grammars with zeros come here
             trusted = trusted.index_fill(0, sentence[_lost_rows(chart, emissions)], False)
         log_z = torch.where(top_sums > 0, log_z, float("-inf")).to(precision.compute)
 

@@ -26,7 +26,7 @@ Tree = list[tuple[int, int, int]]  # (first word, end, label) of every node, par
 def best_trees(
     rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dtype, triton: bool
 ) -> list[tuple[float, Tree]]:
-    """(log score, tree) of every sentence, in the caller's order; (-inf, []) where there is no tree."""
+    """Return (log score, tree) of every sentence, in the caller's order; (-inf, []) where there is no tree."""
     with torch.no_grad(), torch.cuda.device_of(emissions):  # Triton launches on the current device
         return _Chart(rules, emissions, Layout(lengths), dtype, triton).trees()
 
@@ -46,7 +46,7 @@ class _Chart:
         best_child: Callable[[Tensor, Tensor, Tensor], None] = max_plus
         best_split: Callable[[int], None] = self._best_split
         if triton:
-            from flash_inside import triton_viterbi  # imported where it is used: needs triton
+            from flash_inside.triton import viterbi as triton_viterbi  # imported where it is used: needs triton
 
             best_child = triton_viterbi.max_plus
             best_split = triton_viterbi.SplitMaximum(self.children, self.beta, layout)
@@ -101,7 +101,7 @@ class _Chart:
         return results
 
     def _tops(self) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probability of the best root [B], and the top nodes [at most B, 4] of the sentences that have a tree."""
+        """Return the log-probability of the best root [B], and the top nodes [at most B, 4] of those with a tree."""
         layout, n = self.layout, self.n
         longer = layout.alive[2] if layout.longest > 1 else 0
         tops = torch.from_numpy(layout.tops()).to(self.device)
@@ -119,7 +119,7 @@ class _Chart:
         return self.rules.root[label].double().log().cpu().numpy(), nodes[possible]
 
     def _best_middles(self, b: np.ndarray, start: np.ndarray, end: np.ndarray, label: np.ndarray) -> np.ndarray:
-        """argmax_k eta_ik[A] + zeta_kj[A]."""
+        """Return argmax_k eta_ik[A] + zeta_kj[A]."""
         most = int((end - start).max()) - 1
         middle = start[:, None] + 1 + np.arange(most)[None, :]  # [nodes, splits]
         real = middle < end[:, None]
@@ -136,7 +136,7 @@ class _Chart:
     def _best_children(
         self, side: int, b: np.ndarray, start: np.ndarray, end: np.ndarray, label: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """argmax_B log rule[A, B] + value of B at the span, and the log-probability of that rule in fp64."""
+        """Return argmax_B log rule[A, B] + value of B at the span, and the log-probability of that rule in fp64."""
         child, log_rule = np.empty_like(label), np.empty(len(label))
         rule = self.rules.right if side else self.rules.left
         row = self.rows(b, start, end - start)

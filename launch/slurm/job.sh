@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What every sbatch script here does, sourced by it on the first node of a job: check the settings, start node.sh on every
-# node, pass stop signals on, and requeue the job until the run is FINISHED. launch/README.md has the variables.
+# node, pass stop signals on, and requeue the job until the run is FINISHED. docs/clusters.md has the variables.
 #
 # Needs `repository`, its folder. Afterwards: train_job ENGINE [SETTING ...]
 : "${repository:?}"

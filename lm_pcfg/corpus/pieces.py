@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE, END_OF_SENTENCE, FORMAT_VERSION, VocabularyError, replace_file
+from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE, END_OF_SENTENCE, FORMAT_VERSION, Vocabulary, VocabularyError
+from lm_pcfg.storage.durable import replace_file
 
 MODEL_FILE = "pieces.model"  # SentencePiece's own format: a protocol buffer
 KIND = "sentencepiece"
@@ -65,14 +66,14 @@ class PieceVocabulary:
         return hash((self.model, self.options))
 
     def tokenise(self, lines: Sequence[str]) -> list[list[int]]:
-        """Ids of the pieces of each line, without `<eos>`."""
+        """Return the ids of the pieces of each line, without `<eos>`."""
         return self._processor.encode([" ".join(line.split()) for line in lines], out_type=int, num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode([id for id in ids if id != self.end_id])
 
     def stored(self, ids: Any) -> Any:
-        """Ids as a prepared corpus holds them -> ids here."""
+        """Turn the ids of a prepared corpus into those of this vocabulary."""
         return ids
 
     def with_end_of_sentence(self) -> PieceVocabulary:
@@ -81,7 +82,7 @@ class PieceVocabulary:
 
     @property
     def hash(self) -> str:
-        """sha256 over model and options: two vocabularies with the same hash encode alike."""
+        """The sha256 of model and options: two vocabularies with the same hash encode alike."""
         digest = hashlib.sha256(f"{FORMAT_VERSION} {KIND} {self.options.end_of_sentence}\n".encode())
         digest.update(self.model)
         return digest.hexdigest()
@@ -103,7 +104,7 @@ class PieceVocabulary:
 
     @classmethod
     def load(cls, folder: Path) -> PieceVocabulary:
-        """What `save` wrote, verified by its sha256."""
+        """Load what `save` wrote, verified by its sha256."""
         try:
             description = json.loads((folder / DESCRIPTION_FILE).read_bytes())
             options = PieceOptions(end_of_sentence=bool(description["options"]["end_of_sentence"]))
@@ -123,8 +124,21 @@ def _restore(model: bytes, options: PieceOptions, training_words: int, training_
     return PieceVocabulary(model, options, training_words=training_words, training_unknown=training_unknown)
 
 
+AnyVocabulary = Vocabulary | PieceVocabulary
+
+
+def load_vocabulary(folder: Path) -> AnyVocabulary:
+    """Load a vocabulary of either kind that `save` wrote, as in the `vocab/` folder of a run."""
+    try:
+        description = json.loads((Path(folder) / DESCRIPTION_FILE).read_bytes())
+        kind = description.get("kind") if isinstance(description, dict) else None
+    except (OSError, ValueError):
+        kind = None  # Vocabulary.load says what is wrong
+    return PieceVocabulary.load(Path(folder)) if kind == KIND else Vocabulary.load(folder)
+
+
 def open_model(path: Path) -> PieceVocabulary:
-    """An existing SentencePiece model file."""
+    """Open an existing SentencePiece model file."""
     try:
         return PieceVocabulary(path.read_bytes(), PieceOptions())
     except OSError as error:
@@ -143,9 +157,9 @@ def train_pieces(
     threads: int = 1,
     say: Callable[[str], None] = lambda message: None,
 ) -> PieceVocabulary:
-    """SentencePiece's trainer on at most `lines_used` lines, drawn from all.
+    """Train a SentencePiece model on at most `lines_used` lines, drawn from all.
 
-    No text is normalised: probabilities are of the text as it is.
+    The text is not normalised: probabilities are those of the text as it is.
     """
     import sentencepiece
 

@@ -12,31 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
+from lm_pcfg.corpus.lengths import KEPT, Histogram, Limits, Skipped
+from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
-from lm_pcfg.corpus.vocabularies import AnyVocabulary
 
 LINES_AT_A_TIME = 4096  # that are tokenised together
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Which sentences are kept."""
-
-    max_length: int | None = None  # most words, not counting <eos>
-    min_length: int = 1  # fewest symbols in the chart, counting <eos>: 2 where the grammar cannot emit a single one
-
-
 @dataclass
-class Skipped:
-    """Lines that are not in the corpus, by reason."""
+class Damage:
+    """What could not be read."""
 
-    blank: int = 0
-    too_long: int = 0
-    too_short: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.blank + self.too_long + self.too_short
+    files: list[str] = field(default_factory=list)  # one message a file, each beginning with its name
+    lines: int = 0  # single lines (invalid UTF-8 or JSON)
 
 
 @dataclass(frozen=True)
@@ -49,6 +37,7 @@ class Sentences:
     end_of_sentence: bool
     unknown_id: int = 0
     skipped: Skipped = field(default_factory=Skipped)
+    damage: Damage = field(default_factory=Damage)  # always none: a text in memory is whole
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -61,12 +50,12 @@ class Sentences:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [lines]: what the chart sees, so with `<eos>`."""
+        """Lengths as the chart sees them, with `<eos>`: int64 [lines]."""
         return np.diff(self.offsets)
 
     @property
     def word_lengths(self) -> np.ndarray:
-        """int64 [lines]: words only."""
+        """Lengths in words, without `<eos>`: int64 [lines]."""
         return self.lengths - int(self.end_of_sentence)
 
     @property
@@ -83,6 +72,11 @@ class Sentences:
         """Number of words that are `<unk>`."""
         return int(np.count_nonzero(self.ids == self.unknown_id))
 
+    @property
+    def remark(self) -> str:
+        """What `describe` adds about this kind of text."""
+        return f"{self.unknown:,} unknown"
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of the encoded sentences."""
@@ -91,7 +85,7 @@ class Sentences:
         return digest.hexdigest()
 
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int64 [sum of lengths] packed one sentence after another, lengths int64 [len(indices)])."""
+        """Return ids, int64 [sum of lengths], packed one sentence after another, and lengths, int64 [len(indices)]."""
         starts = self.offsets[indices]
         lengths = self.offsets[indices + 1] - starts
         total = int(lengths.sum())
@@ -101,39 +95,46 @@ class Sentences:
         return self.ids[positions].astype(np.int64), lengths
 
 
-def encode_sentences(
-    numbered_lines: Iterable[tuple[int, str]], vocabulary: AnyVocabulary, limits: Limits | None = None
+def with_ends(ids: np.ndarray, lengths: np.ndarray, end_id: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Add `<eos>` after each of the packed sentences, and to their lengths; end_id None: leave them as they are."""
+    if end_id is None:
+        return ids, lengths
+    return np.insert(ids, np.cumsum(lengths), end_id), lengths + 1
+
+
+def sentences_within(
+    limits: Limits, ids: np.ndarray, lengths: np.ndarray, line_numbers: np.ndarray, vocabulary: AnyVocabulary
 ) -> Sentences:
-    """From (line number, line) pairs. Lengths count what the vocabulary makes of a line: words, or pieces."""
-    limits = limits or Limits()
-    ids, offsets, numbers = array("i"), array("q", [0]), array("q")
-    skipped = Skipped()
-    ending = [] if vocabulary.end_id is None else [vocabulary.end_id]
-    numbered_lines = iter(numbered_lines)
-    while some := list(islice(numbered_lines, LINES_AT_A_TIME)):
-        for (number, _), words in zip(some, vocabulary.tokenise([line for _, line in some]), strict=True):
-            if not words:
-                skipped.blank += 1
-            elif limits.max_length is not None and len(words) > limits.max_length:
-                skipped.too_long += 1
-            elif len(words) + len(ending) < limits.min_length:
-                skipped.too_short += 1
-            else:
-                ids.extend(words)
-                ids.extend(ending)
-                offsets.append(len(ids))
-                numbers.append(number)
+    """Return the lines that the limits keep. ids: packed one line after another, without `<eos>`."""
+    ends = vocabulary.end_id is not None
+    kept = limits.judge(lengths, ends) == KEPT
+    words, chart_lengths = with_ends(ids[np.repeat(kept, lengths)], lengths[kept], vocabulary.end_id)
     return Sentences(
-        ids=np.array(ids, dtype=np.int32),
-        offsets=np.array(offsets, dtype=np.int64),
-        line_numbers=np.array(numbers, dtype=np.int64),
-        end_of_sentence=bool(ending),
+        ids=words.astype(np.int32, copy=False),
+        offsets=np.concatenate([[0], np.cumsum(chart_lengths)]).astype(np.int64),
+        line_numbers=line_numbers[kept],
+        end_of_sentence=ends,
         unknown_id=vocabulary.unknown_id,
-        skipped=skipped,
+        skipped=Histogram.of(lengths).skipped(limits, ends),
     )
 
 
+def encode_sentences(
+    numbered_lines: Iterable[tuple[int, str]], vocabulary: AnyVocabulary, limits: Limits | None = None
+) -> Sentences:
+    """Encode (line number, line) pairs. Lengths count what the vocabulary makes of a line: words, or pieces."""
+    ids, lengths, numbers = array("i"), array("q"), array("q")
+    numbered_lines = iter(numbered_lines)
+    while some := list(islice(numbered_lines, LINES_AT_A_TIME)):
+        numbers.extend(number for number, _ in some)
+        for words in vocabulary.tokenise([line for _, line in some]):
+            ids.extend(words)
+            lengths.append(len(words))
+    packed, of_lines, line_numbers = np.array(ids, np.int32), np.array(lengths, np.int64), np.array(numbers, np.int64)
+    return sentences_within(limits or Limits(), packed, of_lines, line_numbers, vocabulary)
+
+
 def load_sentences(path_or_name: str | Path, vocabulary: AnyVocabulary, *, limits: Limits | None = None) -> Sentences:
-    """Of a path, '-' (standard input) or `embedded:train|valid|test`. May be empty: the caller decides what then."""
+    """Load a path, '-' (standard input) or `embedded:train|valid|test`. An empty text is left to the caller."""
     lines = read_lines(resolve_source(path_or_name), name=display_name(path_or_name))
     return encode_sentences(lines, vocabulary, limits)

@@ -40,7 +40,7 @@ class TextError(UserError, ValueError):
 
 
 def resolve_source(path_or_name: str | Path) -> Path | str:
-    """A path, '-' for standard input, or `embedded:train|valid|test`, as something `read_lines` takes."""
+    """Turn a path, '-' for standard input, or `embedded:train|valid|test` into what `read_lines` takes."""
     name = str(path_or_name)
     if name == STANDARD_INPUT:
         return STANDARD_INPUT
@@ -57,19 +57,19 @@ def resolve_source(path_or_name: str | Path) -> Path | str:
 
 
 def read_words(path_or_name: str | Path) -> Iterator[list[str]]:
-    """The words of each line; blank lines give an empty list."""
+    """Yield the words of each line; blank lines give an empty list."""
     source = resolve_source(path_or_name)
     for _, line in read_lines(source, name=display_name(path_or_name)):
         yield line.split()
 
 
 def display_name(path_or_name: str | Path) -> str:
-    """How messages call a source."""
+    """Return the name of a source in messages."""
     return "standard input" if str(path_or_name) == STANDARD_INPUT else str(path_or_name)
 
 
 def read_lines(source: Path | str, *, name: str | None = None) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line without its ending) for each line of a file, or of standard input for '-'.
+    """Yield (line number from 1, line without its ending) for each line of a file, or of standard input for '-'.
 
     Only \\n and \\r\\n end a line. (str.splitlines would also split at U+2028, U+0085, form feeds and others, and line
     numbers would differ from every other tool's.) A last line without a newline counts; a byte order mark is dropped.
@@ -103,7 +103,7 @@ def read_lines(source: Path | str, *, name: str | None = None) -> Iterator[tuple
 
 
 def open_text(source: Path | str, name: str) -> AbstractContextManager[BinaryIO]:
-    """The bytes of a text, decompressed if its name says so."""
+    """Open the bytes of a text, decompressed if its name says so."""
     if str(source) == STANDARD_INPUT:
         if sys.stdin is None:
             raise TextError("standard input is closed; give a file, or pipe text into the command")

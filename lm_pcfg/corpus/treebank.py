@@ -16,12 +16,12 @@ class TreeError(ValueError):
 
 
 def words_of(tree: str) -> list[str]:
-    """The words below a tree that `read_trees` gave out."""
+    """Return the words below a tree that `read_trees` gave out."""
     return _WORD.findall(tree)
 
 
 def read_trees(lines: Iterable[str]) -> Iterator[str]:
-    """Each tree on one line, without traces and the unlabelled outermost bracket; in the file it may take several."""
+    """Yield trees on one line each (a file may use several), without traces and the unlabelled outermost bracket."""
     stack: list[list[str | _Node]] = []  # of open brackets: no recursion, so trees may be as deep as they like
     began = 0
     for number, line in enumerate(lines, start=1):
@@ -46,14 +46,14 @@ def read_trees(lines: Iterable[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Node:
-    """Brackets that are closed, written on one line; None where nothing but traces is below."""
+    """A closed pair of brackets, written on one line; None where nothing but traces is below."""
 
     text: str | None
     as_tree: str | None  # as the outermost brackets of a tree: those without a label around one node are left out
 
 
 def _closed(parts: list[str | _Node], line: int) -> _Node:
-    """From [label, node, ...], [tag, word] or, as the outermost of the Penn Treebank, [node, ...]."""
+    """Close [label, node, ...], [tag, word] or, as the Penn Treebank's outermost brackets are, [node, ...]."""
     label, below = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
     if label == EMPTY:
         return _Node(None, None)

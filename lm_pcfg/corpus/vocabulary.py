@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_pcfg.errors import UserError
+from lm_pcfg.storage.durable import replace_file
 
 UNKNOWN = "<unk>"
 END_OF_SENTENCE = "<eos>"
@@ -38,7 +37,7 @@ class VocabularyOptions:
     min_count: int = 1  # rarer words become <unk>
     lowercase: bool = False
     fold_numbers: bool = False  # numbers become N, as in the Penn Treebank's language-modelling text
-    end_of_sentence: bool = False  # encode() ends every sentence with <eos>
+    end_of_sentence: bool = False  # sentences end explicitly, with <eos>
 
     def __post_init__(self) -> None:
         if self.size is not None and self.size < 1:
@@ -74,7 +73,7 @@ class Vocabulary:
 
     @classmethod
     def build(cls, lines: Iterable[Sequence[str]], options: VocabularyOptions) -> Vocabulary:
-        """From the words of each training line. Blank lines do no harm; a text without words is an error."""
+        """Build it from the words of each training line. Blank lines do no harm; a text without words is an error."""
         raw_counts: Counter[str] = Counter()
         for line in lines:
             raw_counts.update(line)
@@ -82,7 +81,7 @@ class Vocabulary:
 
     @classmethod
     def from_counts(cls, raw_counts: Counter[str], options: VocabularyOptions) -> Vocabulary:
-        """From the words of the training text as they are written, with their counts."""
+        """Build it from the words of the training text as they are written, with their counts."""
         counts: Counter[str] = Counter()
         for word, count in raw_counts.items():
             if word.split() != [word]:
@@ -114,29 +113,19 @@ class Vocabulary:
     def __hash__(self) -> int:
         return hash((self.words, self.options))
 
-    def encode(self, words: Sequence[str]) -> list[int]:
-        """Ids of a sentence's words, with `<eos>` at the end if sentences end explicitly."""
-        if self._changes_words:
-            words = [normalise(word, self.options) for word in words]
-        id_of, unknown = self._id_of, self.unknown_id
-        ids = [id_of.get(word, unknown) for word in words]
-        if self.end_id is not None:
-            ids.append(self.end_id)
-        return ids
-
     def tokenise(self, lines: Sequence[str]) -> list[list[int]]:
-        """Ids of the words of each line, without `<eos>`."""
+        """Return the ids of the words of each line, without `<eos>`."""
         id_of, unknown, options = self._id_of, self.unknown_id, self.options
         if self._changes_words:
             return [[id_of.get(normalise(word, options), unknown) for word in line.split()] for line in lines]
         return [[id_of.get(word, unknown) for word in line.split()] for line in lines]
 
     def stored(self, ids: Any) -> Any:
-        """Ids as a prepared corpus holds them, which know no `<eos>` (an array) -> ids here."""
+        """Turn the ids of a prepared corpus (an array), which has no `<eos>`, into those of this vocabulary."""
         return ids if self.end_id is None else ids + (ids >= self.end_id)
 
     def with_end_of_sentence(self) -> Vocabulary:
-        """The same words, for sentences that end explicitly."""
+        """Return a vocabulary of the same words, for sentences that end explicitly."""
         if END_OF_SENTENCE in self._id_of:
             raise VocabularyError(
                 f"the training text already contains {END_OF_SENTENCE!r}, so sentences would end twice; "
@@ -148,13 +137,13 @@ class Vocabulary:
 
     @property
     def hash(self) -> str:
-        """sha256 over options and words: two vocabularies with the same hash encode alike."""
+        """The sha256 of options and words: two vocabularies with the same hash encode alike."""
         options = json.dumps(asdict(self.options), sort_keys=True)
         text = f"{FORMAT_VERSION}\n{options}\n" + "\n".join(self.words)
         return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """words.txt (a type a line, in id order) and vocabulary.json, in a folder such as `runs/<name>/vocab`."""
+        """Write words.txt (a type a line, in id order) and vocabulary.json to a folder such as `runs/<name>/vocab`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         description = {
@@ -170,7 +159,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, folder: Path) -> Vocabulary:
-        """What `save` wrote, verified by its sha256."""
+        """Load what `save` wrote, verified by its sha256."""
         folder = Path(folder)
         try:
             # Bytes, because text mode would translate line endings, which are part of the hash.
@@ -205,21 +194,7 @@ class Vocabulary:
 
 
 def normalise(word: str, options: VocabularyOptions) -> str:
-    """The form under which a word is counted. Applying it twice changes nothing: N stays N, also with lowercase."""
+    """Return the form under which a word is counted. Doing it twice changes nothing: N stays N, also with lowercase."""
     if options.fold_numbers and (word == NUMBER or _NUMBER_PATTERN.fullmatch(word)):
         return NUMBER
     return word.lower() if options.lowercase else word
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Complete or absent: written beside and renamed."""
-    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # process ids repeat on other hosts, in containers
-    try:
-        with open(beside, "wb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from lm_pcfg.grammar.boundary import Grammar
+from flash_inside import Rules
+from lm_pcfg.grammar.emission import Emission
 
 
 def _times(matrix: Tensor, vector: Tensor, rows: int = 1024) -> Tensor:
@@ -15,17 +16,15 @@ def _times(matrix: Tensor, vector: Tensor, rows: int = 1024) -> Tensor:
     return torch.cat([part.double() @ vector for part in matrix.split(rows)])
 
 
-def spectral_radius(
-    grammar: Grammar, iterations: int = 1000, tolerance: float = 1e-10, exact_up_to: int = 512
-) -> float:
+def spectral_radius(rules: Rules, iterations: int = 1000, tolerance: float = 1e-10, exact_up_to: int = 512) -> float:
     """Growth of a branching process: largest eigenvalue of M[A, B] = expected nonterminal children B of A.
 
     Below 1 (subcritical) every derivation ends and the probabilities of all strings sum to 1; above 1 (supercritical)
     some derivations never end, and their mass is lost. Small grammars: all eigenvalues. Large ones: power iteration,
     which converges fast for the positive matrices that softmaxes make.
     """
-    n = grammar.rules.nonterminals
-    left, right = grammar.left[:, :n], grammar.right[:, :n]
+    n = rules.nonterminals
+    left, right = rules.left[:, :n], rules.right[:, :n]
     if n <= exact_up_to:
         both = (left.double() + right.double()).cpu()
         return torch.linalg.eigvals(both).abs().max().item() if both.isfinite().all() else math.nan  # LAPACK may crash
@@ -43,10 +42,10 @@ def spectral_radius(
     return radius
 
 
-def finite_mass(grammar: Grammar, iterations: int = 10_000, tolerance: float = 1e-12) -> float:
+def finite_mass(rules: Rules, iterations: int = 10_000, tolerance: float = 1e-12) -> float:
     """Probability that a derivation ends: the total mass of all strings, if words are normalised."""
-    n = grammar.rules.nonterminals
-    left, right, root = grammar.left, grammar.right, grammar.root.double()
+    n = rules.nonterminals
+    left, right, root = rules.left, rules.right, rules.root.double()
     ends = torch.zeros(n, dtype=torch.float64, device=left.device)  # of a derivation from A within so many levels
     left_words, right_words = left[:, n:].sum(1, dtype=torch.float64), right[:, n:].sum(1, dtype=torch.float64)
     for _ in range(iterations):
@@ -57,20 +56,20 @@ def finite_mass(grammar: Grammar, iterations: int = 10_000, tolerance: float = 1
     return (root[:n] @ ends + root[n:].sum()).item()
 
 
-def expected_length(grammar: Grammar) -> float:
+def expected_length(rules: Rules) -> float:
     """Mean number of words of a sentence; infinite unless the grammar is subcritical."""
-    if spectral_radius(grammar) >= 1.0:
+    if spectral_radius(rules) >= 1.0:
         return float("inf")
-    n = grammar.rules.nonterminals
-    both = (grammar.left + grammar.right).double()
+    n = rules.nonterminals
+    both = (rules.left + rules.right).double()
     identity = torch.eye(n, dtype=torch.float64, device=both.device)
     words = torch.linalg.solve(identity - both[:, :n], both[:, n:].sum(1))  # [N] words below each nonterminal
-    root = grammar.root.double()
+    root = rules.root.double()
     return (root[:n] @ words + root[n:].sum()).item()
 
 
 def entropy(probabilities: Tensor) -> Tensor:
-    """In nats, over the last dimension."""
+    """Return the entropy in nats over the last dimension."""
     return torch.special.entr(probabilities).sum(-1)
 
 
@@ -84,16 +83,27 @@ def _effective_number(weights: Tensor) -> float:
     return entropy(weights / total).exp().item() if total > 0 else 0.0
 
 
-def summary(grammar: Grammar) -> dict[str, float]:
+def summary(rules: Rules, emission: Emission) -> dict[str, float]:
     """Figures that tell early whether symmetry breaks: mean entropies (nats) and effective numbers of symbols."""
-    n = grammar.rules.nonterminals
-    children = (grammar.left.mean(0) + grammar.right.mean(0)) / 2  # [N+P] as used by an average parent
+    n = rules.nonterminals
+    children = (rules.left.mean(0) + rules.right.mean(0)) / 2  # [N+P] as used by an average parent
     return {
-        "entropy/root": entropy(grammar.root).item(),
-        "entropy/left": _mean_entropy(grammar.left),
-        "entropy/right": _mean_entropy(grammar.right),
-        "entropy/emission": grammar.emission.entropies().mean().item(),
+        "entropy/root": entropy(rules.root).item(),
+        "entropy/left": _mean_entropy(rules.left),
+        "entropy/right": _mean_entropy(rules.right),
+        "entropy/emission": emission.entropies().mean().item(),
         "symbols/effective_nonterminals": _effective_number(children[:n]),
         "symbols/effective_preterminals": _effective_number(children[n:]),
-        "grammar/spectral_radius": spectral_radius(grammar, iterations=100, tolerance=1e-5),
+        "grammar/spectral_radius": spectral_radius(rules, iterations=100, tolerance=1e-5),
+    }
+
+
+def criticality(rules: Rules) -> dict[str, float]:
+    """Say whether derivations end. Below a radius of 1 all do, and the probabilities of all strings sum to 1."""
+    radius = spectral_radius(rules)
+    return {
+        "grammar/spectral_radius": radius,
+        "grammar/subcritical": radius < 1.0,
+        "grammar/mass_of_finite_strings": finite_mass(rules),
+        "grammar/expected_length": expected_length(rules),
     }

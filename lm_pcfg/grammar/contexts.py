@@ -1,4 +1,4 @@
-"""Word embeddings to begin with that tell which words stand beside a word in the training text.
+"""Initial word embeddings, made from the neighbours of each word in the training text.
 
 Words with the same neighbours begin alike, so from the first step on a preterminal emits words that can stand for one
 another instead of a random set of them. Counts become positive pointwise mutual information, and the left singular
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+EncodedText = tuple[np.ndarray, np.ndarray]  # (ids, lengths) of sentences one after another
 
 NEIGHBOURS = {-1: 1.0, 1: 1.0, -2: 0.5, 2: 0.5}  # position beside the word: weight
 CONTEXTS = 2000  # words that count as neighbours: the most frequent; besides them the edge of the sentence does

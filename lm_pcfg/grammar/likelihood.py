@@ -1,19 +1,22 @@
-"""Log-probabilities and perplexity of a corpus under a grammar."""
+"""The likelihood of sentences under a model: gradients for training, log-probabilities and perplexity for scoring."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flash_inside import Statistics
+from flash_inside.devices import copy_to_host
 from flash_inside.softmax import product_precision
-from lm_pcfg.corpus.batches import make_batch, plan_epoch
+from lm_pcfg.corpus.batches import Batch, BatchOptions, make_batch, plan_batches
 from lm_pcfg.corpus.sentences import Sentences
-from lm_pcfg.grammar.boundary import Grammar
+from lm_pcfg.grammar.families.family import Distribution
+from lm_pcfg.settings import InsideSection
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,12 @@ class CorpusScore:
 
 
 def perplexity(nll: float) -> float:
-    """Of a negative log-likelihood per token; inf where exp overflows."""
+    """Return the perplexity of a negative log-likelihood per token; inf where exp overflows."""
     return math.exp(nll) if nll < 700 else math.inf
 
 
 def sentence_log_probabilities(
-    grammar: Grammar,
+    model: Distribution,
     sentences: Sentences,
     *,
     batch_cost: int,
@@ -57,16 +60,16 @@ def sentence_log_probabilities(
     rank: int = 0,
     world_size: int = 1,
 ) -> np.ndarray:
-    """fp64 [lines], in the order of the corpus. batch_cost: budget of words squared of a batch.
+    """Return fp64 [lines], in the order of the corpus. batch_cost: budget of words squared of a batch.
 
-    Of several ranks each computes every world_size-th batch and leaves 0 elsewhere: their sum is the same, bit for bit.
+    Each of several ranks computes every world_size-th batch and leaves 0 elsewhere: the sum over ranks is exact.
     """
     scores = np.zeros(len(sentences), dtype=np.float64)
     with torch.no_grad(), product_precision("fp32"):  # of the emission's columns, whatever the chart's is
-        plan = plan_epoch(sentences.lengths, by="cost", cost=batch_cost, shuffle=False)
+        plan = plan_batches(sentences.lengths, BatchOptions(by="cost", cost=batch_cost))
         for indices in plan[rank::world_size]:
             batch = make_batch(sentences, indices)
-            log_z = grammar.log_likelihood(
+            log_z = model.log_likelihood(
                 torch.from_numpy(batch.words), batch.lengths, precision=precision, backend=backend,
                 statistics=statistics,
             )  # fmt: skip
@@ -84,3 +87,41 @@ def corpus_score(sentences: Sentences, log_probabilities: np.ndarray) -> CorpusS
         lines=int(possible.sum()),
         impossible=int((~possible).sum()),
     )
+
+
+def accumulate_gradients(
+    leaves: Distribution, batches: Iterable[Batch], scale: float, inside: InsideSection
+) -> tuple[Tensor, int]:
+    """Add the gradient of scale x (-log-likelihood); return -log-likelihood (fp64) and the sentences recomputed.
+
+    The host asks which sentences left the range of the number format only after the backward passes are launched, so
+    that a GPU never idles. Those sentences have no gradient yet; they go through `log_likelihood`, which recomputes.
+    """
+    how = {"precision": inside.precision, "backend": inside.backend}
+    unchecked = getattr(leaves, "log_likelihood_unchecked", None)
+    nll = torch.zeros((), dtype=torch.float64, device=leaves.tensors[0].device)
+    statistics = Statistics()
+    checks: list[tuple[Batch, Callable[[], list[bool]]]] = []
+
+    def add(log_z: Tensor) -> None:
+        (-log_z.sum() * scale).backward()
+        nll.sub_(log_z.detach().double().sum())
+
+    for batch in batches:
+        if not batch.n_sentences:
+            continue
+        words = torch.from_numpy(batch.words)
+        if unchecked is None:
+            add(leaves.log_likelihood(words, batch.lengths, statistics=statistics, **how))
+        else:
+            log_z, trusted = unchecked(words, batch.lengths, **how)
+            checks.append((batch, copy_to_host(trusted)))
+            add(torch.where(trusted, log_z, 0.0))
+    for batch, check in checks:
+        doubtful = [sentence for sentence, good in enumerate(check()) if not good]
+        if doubtful:
+            sentences = np.split(batch.words, np.cumsum(batch.lengths)[:-1])
+            words = torch.from_numpy(np.concatenate([sentences[sentence] for sentence in doubtful]))
+            lengths = [batch.lengths[sentence] for sentence in doubtful]
+            add(leaves.log_likelihood(words, lengths, statistics=statistics, **how))
+    return nll, statistics.recomputed

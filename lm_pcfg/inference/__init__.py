@@ -1,1 +1,1 @@
-"""What one does with a checkpoint: score text, look inside. Knows nothing of the training loop."""
+"""What one does with a trained model, without the training loop."""

@@ -1,38 +1,46 @@
-"""A trained grammar with all that is needed to use it."""
+"""A trained grammar with all that is needed to use it: loading it from a run, and describing it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lm_pcfg.corpus.vocabularies import AnyVocabulary, load_vocabulary
+from lm_pcfg.corpus.pieces import AnyVocabulary, load_vocabulary
+from lm_pcfg.distributed.collectives import prepare_cpu
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.boundary import Grammar
-from lm_pcfg.grammar.build import build_model, check_that_it_fits
-from lm_pcfg.processor import prepare_cpu
+from lm_pcfg.grammar.computation import EXACT
+from lm_pcfg.grammar.families import family_of
+from lm_pcfg.grammar.likelihood import perplexity
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training import checkpoint
+from lm_pcfg.storage import checkpoint
 
 Weights = Literal["auto", "ema", "raw"]
 
 
 @dataclass(frozen=True)
 class TrainedGrammar:
-    grammar: Grammar
+    grammar: Any  # what its family computes: a Distribution, of simple PCFGs a Grammar
     vocabulary: AnyVocabulary
     settings: Settings
     checkpoint: Path
     state: dict[str, Any]
     weights: str  # "ema" or "raw"
     parameters: int
+    fewest_symbols: int  # of a sentence that can have a probability
+
+    def with_root_over_nonterminals(self) -> TrainedGrammar:
+        """The same with the paper's root: it chooses nonterminals only, and sentences of one word have no tree."""
+        if not hasattr(self.grammar, "with_root_over_nonterminals"):
+            raise UserError(f"{self.checkpoint}: a model of family {self.settings.model.family} has no such root")
+        return replace(self, grammar=self.grammar.with_root_over_nonterminals(), fewest_symbols=2)
 
 
 def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = "auto") -> TrainedGrammar:
-    """path: a checkpoint or run folder; None: the best checkpoint of the newest run under runs/."""
+    """Load a checkpoint or the best one of a run folder; None stands for the newest run under runs/."""
     prepare_cpu()
     run_folder, folder = checkpoint.resolve_checkpoint(path)
     if device == "auto":
@@ -46,21 +54,37 @@ def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = 
     vocabulary = load_vocabulary(run_folder / "vocab")
     if loaded.state["vocabulary_hash"] != vocabulary.hash:
         raise UserError(f"{folder} was trained with another vocabulary than {run_folder / 'vocab'} holds")
-    check_that_it_fits(settings.model, len(vocabulary), device)
-    model = build_model(settings.model, vocabulary.words, settings.seed)
+    family = family_of(settings.model)
+    family.check_memory(settings.model, len(vocabulary), device)
+    model = family.build(settings.model, vocabulary.words, settings.seed)
     try:
         model.load_state_dict(loaded.weights(weights))
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{folder} does not fit {run_folder / 'config.yaml'}: {reason[:300]}") from None
     with torch.no_grad():
-        grammar = model.to(device)(None)
+        grammar = model.to(device)(EXACT)
     return TrainedGrammar(
-        grammar=grammar,
-        vocabulary=vocabulary,
-        settings=settings,
-        checkpoint=folder,
-        state=loaded.state,
+        grammar=grammar, vocabulary=vocabulary, settings=settings, checkpoint=folder, state=loaded.state,
         weights="raw" if weights == "raw" or loaded.ema is None else "ema",
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-    )
+        fewest_symbols=family.fewest_symbols(settings.model),
+    )  # fmt: skip
+
+
+def describe(trained: TrainedGrammar) -> dict[str, Any]:
+    """What `lm_pcfg info` prints about a checkpoint: where it comes from, its settings, what its grammar is like."""
+    state, best = trained.state, trained.state.get("best_nll")
+    return {
+        "checkpoint": str(trained.checkpoint),
+        "weights": trained.weights,
+        "step": state["step"],
+        "epoch": state["epoch"],
+        "best_validation_ppl": perplexity(best) if best is not None else None,
+        "best_step": state.get("best_step"),
+        "vocabulary": len(trained.vocabulary),
+        "vocabulary_hash": trained.vocabulary.hash,
+        "parameters": trained.parameters,
+        **trained.settings.model.model_dump(mode="json"),
+        **{name.removeprefix("grammar/"): value for name, value in trained.grammar.describe(thorough=True).items()},
+    }

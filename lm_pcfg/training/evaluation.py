@@ -1,4 +1,4 @@
-"""The validation text under the current weights: shared out to the processes, the result bit for bit that of one."""
+"""Score the validation text with the current weights. Processes share the work; the result is the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flash_inside import Statistics
-from lm_pcfg.corpus.batches import BatchSource
 from lm_pcfg.corpus.sentences import Sentences
-from lm_pcfg.grammar import analysis
+from lm_pcfg.corpus.stream import BatchStream
+from lm_pcfg.distributed.collectives import Collectives
+from lm_pcfg.grammar.computation import EXACT
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_probabilities
 from lm_pcfg.settings import EvaluationSection, Settings
-from lm_pcfg.training.collectives import Collectives
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Evaluation:
         return f"validation perplexity {self.score.perplexity:.3f}{impossible}"
 
 
-def is_due(settings: EvaluationSection, step: int, stream: BatchSource, epoch: int, batch_before: int) -> bool:
-    """After this step, which began at batch `batch_before` of `epoch`."""
+def is_due(settings: EvaluationSection, step: int, stream: BatchStream, epoch: int, batch_before: int) -> bool:
+    """Return whether to evaluate after this step, which began at batch `batch_before` of `epoch`."""
     if settings.every_steps and step % settings.every_steps == 0:
         return True
     if settings.every_epochs is None:
@@ -70,9 +70,9 @@ def evaluate(
     processes: Collectives,
     stop_asked: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """skeleton: the model without memory (on `meta`); `weights` are put in, be they averaged or gathered.
+    """Put `weights` (raw, averaged or gathered) into `skeleton`, a module on `meta`, and score the text.
 
-    None: some process was asked to stop meanwhile; a scheduler does not wait for the end of a long text.
+    Return None if a process was asked to stop meanwhile: a scheduler does not wait for the end of a long text.
     """
     began = time.perf_counter()
     statistics = Statistics()
@@ -83,7 +83,7 @@ def evaluate(
 
     own, interrupted = np.zeros(len(valid)), False
     with torch.no_grad():
-        grammar = functional_call(skeleton, weights, (None,))
+        grammar = functional_call(skeleton, weights, (EXACT,))
         try:
             own = sentence_log_probabilities(
                 grammar, valid, batch_cost=settings.evaluation.batch_cost, precision=settings.evaluation.precision,
@@ -95,6 +95,6 @@ def evaluate(
         recomputed, interruptions = processes.sums([float(statistics.recomputed), float(interrupted)])
         if interruptions:
             return None
-        properties = analysis.summary(grammar)
-    log_p = processes.sum_tensor(torch.from_numpy(own).to(processes.device)).cpu().numpy()
+        properties = grammar.describe()
+    log_p = processes.all_reduce(torch.from_numpy(own).to(processes.device)).cpu().numpy()
     return Evaluation(corpus_score(valid, log_p), recomputed, properties, time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""The training loop, from settings to a finished run. Read it from `train` down."""
+"""The training of a model, from settings to a finished run. Read it from `train` down."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from lm_pcfg.console import Progress, duration, progress, say, warn
-from lm_pcfg.corpus.vocabularies import AnyVocabulary
+from lm_pcfg.corpus import opening
+from lm_pcfg.corpus.pieces import load_vocabulary
+from lm_pcfg.distributed import launcher
+from lm_pcfg.distributed.collectives import lost_contact_reported
+from lm_pcfg.distributed.engine import Engine
+from lm_pcfg.distributed.throughput import Throughput
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import perplexity
 from lm_pcfg.settings import Settings
-from lm_pcfg.training import checkpoint, data
-from lm_pcfg.training.collectives import telling_lost_contact
-from lm_pcfg.training.engine import Engine
+from lm_pcfg.settings_file import dump_yaml
+from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage.metrics_file import MetricsFile
+from lm_pcfg.storage.run_folder import RunFolder, choose_start
+from lm_pcfg.storage.saving import Saver, load_fitting
 from lm_pcfg.training.evaluation import evaluate, is_due
-from lm_pcfg.training.metrics_file import MetricsFile
-from lm_pcfg.training.position import Position, Window
-from lm_pcfg.training.run_folder import RunFolder, choose_start
-from lm_pcfg.training.run_tracking import track
-from lm_pcfg.training.saving import Saver, load_fitting
+from lm_pcfg.training.mlflow_run import Status
+from lm_pcfg.training.position import Window
+from lm_pcfg.training.signals import StopFlag, StopSignals
 from lm_pcfg.training.steps import Steps
-from lm_pcfg.training.stop_signals import StopSignals
-from lm_pcfg.training.throughput import Throughput
-from lm_pcfg.training.tracking import Status
-from lm_pcfg.training.word_of_stop import WordOfStop
+from lm_pcfg.training.tracking import track
+
+SECONDS_FOR_TRACKING = 20.0  # that the end of a run waits for a slow MLflow server
+SECONDS_FOR_TRACKING_AFTER_FAILURE = 2.0  # the error comes after it
 
 
 class TrainingStopped(UserError):
@@ -35,104 +40,120 @@ class TrainingStopped(UserError):
 
 def train(settings: Settings) -> Path:
     """Run the training that the settings describe; returns the run folder."""
-    with telling_lost_contact():
+    with lost_contact_reported():
         engine = Engine(settings)  # until all have met, a signal ends this process at once
-    with StopSignals() as stop, telling_lost_contact(), ExitStack() as at_end:
-        start = engine.on_main(lambda: choose_start(settings))
-        folder = RunFolder(start.folder)
+    with StopSignals() as stop, lost_contact_reported(), ExitStack() as at_end:
+        start = engine.on_main(lambda: choose_start(settings, launcher.identity()))
+        folder = RunFolder(start.folder, launcher.identity())
         engine.on_main(folder.claim)
         at_end.callback(folder.release)
         source = engine.on_main(lambda: start.find_checkpoint(warn))
-        vocabulary = engine.together(lambda: folder.load_vocabulary(source)) if source else None
-        trainer = Trainer(settings, engine, vocabulary)
+        vocabulary = None
         if source is not None:
-            same_run = checkpoint.run_folder_of(source) == start.folder.resolve()
-            trainer.restore(source, same_run=same_run)
-            if same_run:
-                engine.on_main(lambda: trainer.repair_best(start.folder))
-        engine.on_main(lambda: folder.begin(settings, trainer.corpora.vocabulary, source))
+            vocabulary = engine.on_all(lambda: load_vocabulary(checkpoint.run_folder_of(source) / "vocab"))
+        steps = Steps(settings, engine, vocabulary)
+        same_run = source is not None and checkpoint.run_folder_of(source) == start.folder.resolve()
+        if source is not None:
+            restore(steps, source, same_run=same_run)
+        engine.on_main(lambda: folder.begin(dump_yaml(settings), steps.corpora.vocabulary, source))
         description = engine.describe()
         if engine.is_main:
-            where = f", continued from step {trainer.position.step}" if source else ""
-            shards = trainer.computation.shards
+            where = f", continued from step {steps.position.step}" if source else ""
+            shards = steps.computation.shards
             emission = f", emission in {shards.count} shards" if shards is not None else ""
             say(f"run {start.folder}{where}: {description}{emission}")
-        trainer.run(folder, stop)
+        Trainer(steps, folder, stop, saved_step=steps.position.step if same_run else 0).run()
         engine.close_at_exit()
     return start.folder
 
 
-class Trainer(Steps):
-    """Steps with a run folder, evaluations and an end."""
+def restore(steps: Steps, source: Path, *, same_run: bool) -> None:
+    """Continue from a checkpoint; a run that starts from another run's has no best of its own yet."""
+    engine, vocabulary = steps.engine, steps.corpora.vocabulary
+    loaded = engine.on_all(lambda: load_fitting(source, steps.skeleton, vocabulary.hash, engine.device))
+    steps.restore(loaded)
+    if same_run:
+        engine.on_main(lambda: checkpoint.repair_best(checkpoint.run_folder_of(source), steps.position.best_step))
+    else:
+        steps.position.forget_best()
 
-    def __init__(self, settings: Settings, engine: Engine, vocabulary: AnyVocabulary | None):
-        super().__init__(settings, engine, vocabulary)
-        self._saved_step = 0
+
+class Trainer:
+    """Makes the steps, evaluates, writes metrics and checkpoints into a run folder, and decides when to end."""
+
+    def __init__(self, steps: Steps, folder: RunFolder, stop: StopSignals, saved_step: int = 0):
+        """saved_step: the step of the run's own checkpoint that it continues from; 0 if there is none."""
+        self.steps, self.settings, self.engine, self.corpora = steps, steps.settings, steps.engine, steps.corpora
+        self.position = steps.position
+        self.folder, self.stop = folder, stop
+        self.metrics = MetricsFile(folder.path / "metrics.jsonl", warn)
+        self.saver = Saver(folder.path, self.settings.checkpoint.keep_last)
+        self.stop_flag = StopFlag(stop, self.engine)
+        self.tracker = track(self.settings, folder, self.corpora.vocabulary, self.engine.is_main)
+        self._saved_step = saved_step
+        self._skipped_reported = self.position.skipped
+        self._clock = time.perf_counter()  # up to here the seconds of training are counted
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
-    def run(self, folder: RunFolder, stop: StopSignals) -> None:
-        self.folder = folder
-        self.metrics = MetricsFile(folder.path / "metrics.jsonl", warn)
-        self.saver = Saver(folder.path, self.settings.checkpoint.keep_last)
-        self.word_of_stop = WordOfStop(stop, self.engine)
-        self.tracker = track(self.settings, folder, self.corpora.vocabulary, self.engine.is_main)
+    def run(self) -> None:
         status: Status = "FAILED"
         try:
             self.engine.on_main(self._begin)
-            self.settle_buckets()
-            with progress("step", self.total_steps, done=self.position.step, show=self.engine.is_main) as bar:
-                finished, reason = self._loop(stop, bar)
+            self.steps.fix_bucket_order()
+            with progress("step", self.steps.total_steps, done=self.position.step, show=self.engine.is_main) as bar:
+                finished, reason = self._loop(bar)
             self.engine.on_main(self.saver.wait)
             status = "FINISHED" if finished else "KILLED"
             if self.engine.is_main:
-                folder.mark_finished(finished, reason)
+                self.folder.mark_finished(finished, reason)
                 say(reason if finished else f"{reason}; the same command with resume=auto continues it")
         except KeyboardInterrupt:
             status = "KILLED"
             raise
         finally:
             self.metrics.close()
-            wait = self.settings.tracking.wait_seconds
-            self.tracker.finish(status, min(wait, 2.0) if status == "FAILED" else wait)  # the error is yet to be told
+            self.tracker.finish(
+                status, SECONDS_FOR_TRACKING_AFTER_FAILURE if status == "FAILED" else SECONDS_FOR_TRACKING
+            )
 
     def _begin(self) -> None:
         with self.folder.writing():
             self.metrics.truncate_after(self.position.step)
-        say(data.describe("train", self.corpora.train))
+        say(opening.describe("train", self.corpora.train))
         if self.corpora.valid is not None:
-            say(data.describe("valid", self.corpora.valid))
+            say(opening.describe("valid", self.corpora.valid))
 
-    def _loop(self, stop: StopSignals, bar: Progress) -> tuple[bool, str]:
-        """Whether the run came to its own end, and why it ended, in words."""
-        settings, position = self.settings, self.position
-        self._clock, self._skipped_told = time.perf_counter(), position.skipped
+    def _loop(self, bar: Progress) -> tuple[bool, str]:
+        """Train to the end or to a stop; return whether the run finished, and the reason in words."""
+        settings, position, stop, steps = self.settings, self.position, self.stop, self.steps
+        self._clock = time.perf_counter()
         if position.evaluation_pending and self._evaluate(bar):  # the run was stopped before this evaluation
             self._save()
-        while position.step < self.total_steps and not self._out_of_patience():
-            if self._stop_agreed(stop):
+        while position.step < steps.total_steps and not self._out_of_patience():
+            if self._stop_agreed():
                 if position.evaluation_pending or position.step != self._saved_step:
                     self._save()
                 return False, f"stopped by {stop.received or 'another process'} after step {position.step}"
-            epoch, batch_of_epoch = self.stream.epoch, self.stream.state()["batch"]
-            self._timed_step()
-            self._tell_skipped(bar)
-            last = position.step == self.total_steps
+            epoch, batch_of_epoch = steps.stream.epoch, steps.stream.state()["batch"]
+            steps.next()
+            self._report_skipped(bar)
+            last = position.step == steps.total_steps
             position.evaluation_pending = self.corpora.valid is not None and (
-                last or is_due(settings.evaluation, position.step, self.stream, epoch, batch_of_epoch)
+                last or is_due(settings.evaluation, position.step, steps.stream, epoch, batch_of_epoch)
             )
             detail = ""
             if position.step % settings.training.log_every == 0 or position.evaluation_pending or last:
                 detail = self._log_window(epoch)
             bar.advance(1, detail)
-            if position.evaluation_pending and not self._stop_agreed(stop):
+            if position.evaluation_pending and not self._stop_agreed():
                 if self._evaluate(bar):
                     self._save()
             elif settings.checkpoint.every_steps and position.step % settings.checkpoint.every_steps == 0:
                 self._save()
         if position.step != self._saved_step:
             self._save()
-        self._tell_skipped(bar)
+        self._report_skipped(bar)
         best = ""
         if position.best_nll is not None:
             best = f", best validation perplexity {perplexity(position.best_nll):.3f} at step {position.best_step}"
@@ -141,21 +162,13 @@ class Trainer(Steps):
         why = "no improvement" if self._out_of_patience() else "finished"
         return True, f"{why} after step {position.step}{best}"
 
-    def _timed_step(self) -> None:
-        times, waited, began = self.throughput, self.engine.waited, time.perf_counter()
-        batches = self.stream.next_step()
-        times.data += time.perf_counter() - began
-        self.step(batches)
-        times.communication += self.engine.waited - waited
-        times.total += time.perf_counter() - began
-
-    def _tell_skipped(self, bar: Progress) -> None:
-        """Every skipped update is told; too many in a row end the run, on all processes."""
-        if self.position.skipped == self._skipped_told:
+    def _report_skipped(self, bar: Progress) -> None:
+        """Report every skipped update; too many in a row end the run, on all processes."""
+        if self.position.skipped == self._skipped_reported:
             return
-        self._skipped_told = self.position.skipped
+        self._skipped_reported = self.position.skipped
         if self.engine.is_main:
-            bar.message(f"step {self._skipped_step}: loss or gradient is not finite, update skipped")
+            bar.message(f"step {self.steps.skipped_step}: loss or gradient is not finite, update skipped")
         self.engine.on_main(self._stop_if_hopeless)
 
     def _stop_if_hopeless(self) -> None:
@@ -167,9 +180,9 @@ class Trainer(Steps):
                 f"{checkpoint.latest(self.folder.path) or 'none'}; try a lower learning rate or a longer warm-up"
             )
 
-    def _stop_agreed(self, stop: StopSignals) -> bool:
-        """Whether any process was asked to stop. A checkpoint that could not be written ends the run on all of them."""
-        asked, failed = self.engine.sums([float(stop.received is not None), float(self.saver.failed())])
+    def _stop_agreed(self) -> bool:
+        """Return whether any process was asked to stop. A checkpoint that could not be written ends the run on all."""
+        asked, failed = self.engine.sums([float(self.stop.received is not None), float(self.saver.failed())])
         if failed:
             self.engine.on_main(self.saver.wait)
         return asked > 0
@@ -181,12 +194,13 @@ class Trainer(Steps):
     # ---- evaluation, metrics, checkpoints ---------------------------------------------------------------------------
 
     def _evaluate(self, bar: Progress) -> bool:
-        """Whether it came to its end; it stays pending if a process was asked to stop before that."""
+        """Evaluate; return whether it was completed. It stays pending if a process was asked to stop before that."""
         assert self.corpora.valid is not None
-        self.settle()
-        weights = self.learner.whole(self.average.weights if self.average else self.learner.pieces())
-        stop_asked = self.word_of_stop.heard
-        result = evaluate(self.skeleton, weights, self.corpora.valid, self.settings, self.engine, stop_asked)
+        self.steps.finish_update()
+        result = evaluate(
+            self.steps.skeleton, self.steps.evaluated_weights(), self.corpora.valid, self.settings, self.engine,
+            self.stop_flag.is_set,
+        )  # fmt: skip
         self._clock = time.perf_counter()  # an evaluation is no training
         if result is None:
             return False
@@ -200,26 +214,26 @@ class Trainer(Steps):
         return True
 
     def _take_time(self) -> None:
-        """The window has all seconds of training up to now."""
+        """Add the seconds of training since the last call to the window."""
         before, self._clock = self._clock, time.perf_counter()
         self.position.window.seconds += self._clock - before
 
     def _log_window(self, epoch: int) -> str:
-        """Write the sums since the last time; what the progress line shows."""
+        """Write the sums since the last line of metrics; return what the progress line shows."""
         began = time.perf_counter()
-        self.settle()  # the last update may still be at work: that time is the step's
-        self.throughput.total += time.perf_counter() - began
+        self.steps.finish_update()  # the last update may still be at work: that time is the step's
+        self.steps.throughput.total += time.perf_counter() - began
         self._take_time()
         window, seconds = self.position.window, self.position.window.seconds
-        speeds = self.throughput.metrics(self.engine)
-        self.position.window, self.throughput = Window(), Throughput()
+        speeds = self.steps.throughput.metrics(self.engine)
+        self.position.window, self.steps.throughput = Window(), Throughput()
         updates = window.steps - window.skipped
         metrics: dict[str, float] = {
             "epoch": epoch,
             "train/skipped": self.position.skipped,
             "train/recomputed": window.recomputed,
-            "train/learning_rate": self.learning_rate,
-            **data.metrics(self.corpora.train, self.stream, self.engine.sums),
+            "train/learning_rate": self.steps.learning_rate,
+            **opening.metrics(self.corpora.train, self.steps.stream, self.engine.sums),
             "train/seconds": round(seconds, 6),
         }
         detail = "no finite update"
@@ -242,28 +256,23 @@ class Trainer(Steps):
             self.tracker.log(self.position.step, metrics)
 
     def _save(self) -> None:
-        """A checkpoint of this step; `best` follows the validation text.
+        """Save a checkpoint of this step; `best` follows the validation text.
 
-        None while updates are being skipped: what led there may have spoilt the weights, and the checkpoints before it
-        must not make room for theirs. (Unless they were just found to be the best: then they are well.)
+        While updates are being skipped save none: the weights may be spoilt, and good checkpoints must not be deleted
+        for them. Weights that were just found to be the best are an exception.
         """
-        self.settle()
-        position = self.position
+        steps, position = self.steps, self.position
+        steps.finish_update()
         if position.skipped_in_a_row and position.best_step != position.step:
             return
         self._saved_step = position.step
         self._take_time()
-        position.ema_updates = self.average.updates if self.average else 0
-        learner = self.learner
-        tensors = {  # all processes take part in gathering these, one writes them
-            "model": learner.whole(learner.pieces()),
-            "optimizer": learner.optimizer_tensors(),
-            "ema": learner.whole(self.average.weights) if self.average else None,
-        }
+        position.ema_updates = steps.average.updates if steps.average else 0
+        tensors = steps.tensors()
         state = {
             **asdict(position),
-            "data": self.stream.state(),
-            "epoch": self.stream.epoch,
+            "data": steps.stream.state(),
+            "epoch": steps.stream.epoch,
             "seed": self.settings.seed,
             "world_size": self.engine.world_size,
             "engine": self.engine.name,
@@ -271,28 +280,3 @@ class Trainer(Steps):
         }
         best_steps = position.best_steps(self.settings.checkpoint.keep_best)
         self.engine.on_main(lambda: self.saver.start(tensors, state, best_steps))
-
-    def restore(self, folder: Path, *, same_run: bool) -> None:
-        """Continue bit for bit from a checkpoint; a run that starts from another run's has no best of its own yet."""
-        vocabulary, device = self.corpora.vocabulary, self.engine.device
-        loaded = self.engine.together(lambda: load_fitting(folder, self.skeleton, vocabulary, device))
-        state = loaded.state
-        assert loaded.optimizer is not None
-        self.learner.load(loaded.model, loaded.optimizer)
-        self.forget_captured()
-        self.position = Position.of(state)
-        self._saved_step = self.position.step if same_run else 0
-        if not same_run:
-            self.position.forget_best()
-        if self.average is not None:
-            # A run that had no average so far starts one from its weights.
-            weights = self.learner.pieces_of(loaded.ema or loaded.model)
-            self.average.load(weights, self.position.ema_updates)
-        self.engine.together(lambda: self.stream.restore(state["data"]))
-        self.total_steps = self.count_steps()
-
-    def repair_best(self, run_folder: Path) -> None:
-        """A kill between saving the best checkpoint and pointing to it leaves the link behind."""
-        for saved in checkpoint.list_checkpoints(run_folder):
-            if checkpoint.step_of(saved) == self.position.best_step:
-                checkpoint.point_best(run_folder, saved)

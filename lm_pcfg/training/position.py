@@ -25,7 +25,7 @@ class Window:
 
 @dataclass
 class Position:
-    """All that a checkpoint keeps besides tensors and the place in the data."""
+    """What a checkpoint keeps besides tensors and the place in the data."""
 
     step: int = 0
     best_nll: float | None = None  # per token, of the validation text
@@ -40,7 +40,7 @@ class Position:
     window: Window = field(default_factory=Window)
 
     def take_evaluation(self, nll: float | None, impossible: int) -> bool:
-        """Whether it is the best so far: first the fewest sentences of probability 0, then the lowest nll.
+        """Record an evaluation; return whether it is the best: fewest sentences of probability 0, then lowest nll.
 
         nll: per token; None if no sentence had a probability.
         """
@@ -61,7 +61,7 @@ class Position:
         self.ranking = []
 
     def best_steps(self, count: int) -> list[int]:
-        """Steps of the best evaluations, best first."""
+        """Return the steps of the best evaluations, best first."""
         return [int(step) for _, _, step in self.ranking[:count]]
 
     @classmethod

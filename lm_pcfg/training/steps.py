@@ -1,45 +1,42 @@
 """One optimizer step after another: data, model, optimizer and moving average, and what is counted of them.
 
-Folders, metrics, evaluations and stops are the loop's (loop.py).
+Folders, metrics, evaluations and stops are the trainer's (loop.py). A dry run and `bench step` use the steps alone.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from flash_inside import rules_type
 from flash_inside.softmax import product_precision
-from lm_pcfg.console import say, warn
+from lm_pcfg.console import say
+from lm_pcfg.corpus import opening
 from lm_pcfg.corpus.batches import Batch
-from lm_pcfg.corpus.vocabularies import AnyVocabulary
-from lm_pcfg.grammar.boundary import Grammar, backward_through
-from lm_pcfg.grammar.build import build_model, check_that_it_fits
-from lm_pcfg.grammar.feature_dropout import FeatureDropout
-from lm_pcfg.grammar.state_dropout import Kept, draw_kept
+from lm_pcfg.corpus.pieces import AnyVocabulary
+from lm_pcfg.distributed import make_learner
+from lm_pcfg.distributed.engine import Engine, peak_memory
+from lm_pcfg.distributed.learner import Update
+from lm_pcfg.distributed.throughput import Throughput
+from lm_pcfg.grammar.computation import Computation, backward_through
+from lm_pcfg.grammar.dropout import Dropout
+from lm_pcfg.grammar.emission import EmissionShards
+from lm_pcfg.grammar.families import family_of
+from lm_pcfg.grammar.families.family import Distribution
+from lm_pcfg.grammar.likelihood import accumulate_gradients
 from lm_pcfg.settings import Settings
-from lm_pcfg.training import data
-from lm_pcfg.training.captured import LARGEST_N, CapturedNetworks, Model
-from lm_pcfg.training.computation import training_computation
-from lm_pcfg.training.engine import Engine
-from lm_pcfg.training.learner import Update, make_learner
-from lm_pcfg.training.micro_batches import accumulate_gradients
-from lm_pcfg.training.optimization import MovingAverage, learning_rate_factor, state_dropout_rate
+from lm_pcfg.storage.checkpoint import Loaded
+from lm_pcfg.training.graphs import STEPS_BEFORE_CAPTURE, CapturedNetworks, GraphCapture, Module
 from lm_pcfg.training.position import Position
-from lm_pcfg.training.throughput import Throughput
-
-STEPS_BEFORE_CAPTURE = 3  # kernels are compiled then, and Adam has its state
+from lm_pcfg.training.schedules import MovingAverage, learning_rate_factor
 
 
-def _size(kept: Kept | None) -> tuple[int, ...]:
-    return () if kept is None else tuple(map(len, kept))
-
-
-class Unread(NamedTuple):
-    """An update that was made, but whose figures the host has not looked at."""
+class PendingUpdate(NamedTuple):
+    """An update that was made, but whose figures the host has not read."""
 
     step: int
     outcome: Callable[[], Update]
@@ -47,164 +44,155 @@ class Unread(NamedTuple):
     words: float
 
 
+class StepModel(NamedTuple):
+    """The model of a step: its graph through the networks (None: a CUDA graph has it), and leaves for micro-batches."""
+
+    graph: Distribution | None
+    leaves: Distribution
+    captured: CapturedNetworks | None
+
+
 class Steps:
-    def __init__(self, settings: Settings, engine: Engine, vocabulary: AnyVocabulary | None):
+    def __init__(self, settings: Settings, engine: Engine, vocabulary: AnyVocabulary | None = None):
+        """vocabulary: that of a resumed run; None: that of the training text."""
         self.settings, self.engine = settings, engine
-        self.corpora = engine.together(lambda: data.load_corpora(settings, vocabulary))
-        self.stream = data.training_stream(settings, self.corpora.train, rank=engine.rank, world_size=engine.world_size)
-        check_that_it_fits(settings.model, len(self.corpora.vocabulary), engine.device)
-        announce = say if engine.rank == 0 else (lambda _: None)
-        model = self._build_model(data.word_vectors(settings, self.corpora, announce)).to(engine.device)
-        self.skeleton = self._build_model().to("meta")  # names, shapes and forward, without memory
-        self.learner = make_learner(model, settings.optimizer, engine)
-        self.computation = training_computation(settings, engine)
-        #: Whether the networks' passes may become CUDA graphs.
-        self.captures = (
-            settings.networks.cuda_graphs
-            and self.learner.reads_late
-            and engine.device.type == "cuda"
-            and settings.model.nonterminals * (1.0 - settings.model.state_dropout) <= LARGEST_N
+        self.family, model = family_of(settings.model), settings.model
+        fewest = self.family.fewest_symbols(model)
+        self.corpora = engine.on_all(lambda: opening.load_corpora(settings, vocabulary, fewest))
+        self.stream = opening.training_stream(
+            settings, self.corpora.train, rank=engine.rank, world_size=engine.world_size
         )
-        self._captured: CapturedNetworks | None = None
-        #: Of the grammar in the last steps, and how many they are.
-        self._size: tuple[int, ...] | None = None
-        self._alike = 0
-        self.average = MovingAverage(self.learner.pieces(), settings.ema.decay) if settings.ema.decay else None
+        words = self.corpora.vocabulary.words
+        self.family.check_memory(model, len(words), engine.device)
+        text = None
+        if wanted := self.family.text_wanted(model):
+            if engine.is_main:
+                say(f"init: the neighbours of {len(words):,} words tell where they begin (seconds to a minute)")
+            text = opening.first_text(settings, self.corpora.train, wanted)
+        module = self.family.build(model, words, settings.seed, text).to(engine.device)
+        if any(True for _ in module.buffers()):
+            raise ValueError(f"family {model.family}: state has to be in parameters; buffers are not saved")
+        #: Names, shapes and forward of the module, without memory.
+        self.skeleton = self.family.build(model, words, settings.seed).to("meta")
+        self.learner = make_learner(module, settings.optimizer, engine)
+        self.computation = Computation(
+            precision=settings.networks.precision,
+            charts=settings.inside.precision,
+            shards=EmissionShards(engine.model_group) if engine.model_group and self.family.shares_emission else None,
+        )
+        self.average = MovingAverage(self.learner.local_weights(), settings.ema.decay) if settings.ema.decay else None
         self.position = Position()
         self.throughput = Throughput()
-        self._unread: Unread | None = None
+        self.learning_rate = 0.0  # of the last step
+        self.skipped_step = 0  # the last one whose update was left out
+        self._pending: PendingUpdate | None = None
         self.total_steps = self.count_steps()
+        allowed = settings.networks.cuda_graphs and self.learner.asynchronous and engine.device.type == "cuda"
+        self.capture = GraphCapture(self.learner, self._compute, allowed)
 
     def count_steps(self) -> int:
-        """Of the whole run: those made, and those that the rest of the data takes at this number of ranks."""
+        """Return the steps of the whole run: those made, and those that the rest of the data takes."""
         training = self.settings.training
         steps = self.position.step + self.stream.steps_left(training.epochs)
         return steps if training.max_steps is None else min(steps, training.max_steps)
 
-    def _build_model(self, word_vectors: Tensor | None = None) -> torch.nn.Module:
-        settings, words = self.settings, self.corpora.vocabulary.words
-        return build_model(settings.model, words, settings.seed, word_vectors)
+    # ---- one step: model, gradients at its tensors, update ----------------------------------------------------------
+
+    def next(self) -> None:
+        """Take the next batches, make a step of them, and time both."""
+        times, waited, began = self.throughput, self.engine.waited, time.perf_counter()
+        batches = self.stream.next_step()
+        times.data += time.perf_counter() - began
+        self.step(batches)
+        times.communication += self.engine.waited - waited
+        times.total += time.perf_counter() - began
 
     def step(self, batches: list[Batch]) -> bool:
-        """One forward and one backward pass of the networks, whatever the number of micro-batches.
+        """Make one forward and one backward pass of the networks, whatever the number of micro-batches.
 
-        False: loss or gradient were not finite, and the update was left out: of this step, or of the one before where
-        the host learns of it late (Learner.reads_late).
+        Return False if an update was skipped because loss or gradient were not finite: this one, or the one before it
+        if the host reads its figures later (Learner.asynchronous).
         """
         settings, position, skipped_before = self.settings, self.position, self.position.skipped
-        by_tokens = settings.loss.normalise == "tokens"
         own = [float(sum(batch.n_sentences for batch in batches)), float(sum(batch.n_words for batch in batches))]
         sentences, words = self.engine.sums(own)  # of all ranks
-        count = words + sentences if by_tokens else sentences
+        count = words + sentences if settings.loss.normalise == "tokens" else sentences
         factor = learning_rate_factor(settings.optimizer.schedule, position.step, self.total_steps)
         self.learning_rate = settings.optimizer.learning_rate * factor
         if not sentences:  # every rank's shard was lost: nothing to learn from, on any rank
-            self.settle()
+            self.finish_update()
             position.step += 1
-            self._count(Update(True, 0.0, 0.0, 0.0), 0.0, 0.0)
+            self._count(Update(0.0, 0.0, 0.0), 0.0, 0.0)
             return position.skipped == skipped_before
 
+        # The engine averages over ranks: the gradient is that of (sum over all ranks) / global count.
+        scale = self.engine.world_size / count
         with product_precision(self.computation.precision):
-            kept, dropout = self._draw()
-            captured = self._captured_networks(kept, dropout)
-            grammar = None
-            if captured is not None:
-                leaves = captured.grammar(kept, dropout)
-                self.computation.mark("emission")
-            else:
-                grammar = self._grammar(kept, dropout)
-                leaves = grammar.detached()
-            # The engine averages over ranks: the gradient is that of (sum over all ranks) / global count.
-            scale, of_rules = self.engine.world_size / count, None if captured is None else captured.of_rules
-            nll, recomputed = accumulate_gradients(leaves, batches, scale, settings.inside, of_rules)
-            self.computation.mark("inside")
-            self.settle()  # the last update is long done by now, and its weights are still there
-            if captured is not None:
-                outcome = captured.update(nll, recomputed, self.learning_rate)
-            else:
-                assert grammar is not None
-                through = backward_through(grammar, leaves)
-                outcome = self.learner.update(through, nll, recomputed, self.learning_rate, self.computation.mark)
+            model = self.compute_model(batches)
+            nll, recomputed = self.accumulate(model, batches, scale)
+            self.finish_update()  # the last update is long done by now, and its weights are still there
+            outcome = self.update(model, nll, recomputed, scale)
         position.step += 1
-        self._unread = Unread(position.step, outcome, sentences, words)
-        if not self.learner.reads_late:
-            self.settle()
+        self._pending = PendingUpdate(position.step, outcome, sentences, words)
+        if not self.learner.asynchronous:
+            self.finish_update()
         self.throughput.steps += 1
         self.throughput.sentences += own[0]
         self.throughput.words += own[1]
-        self.throughput.communication += self.learner.reduction.take()
-        if self.computation.shards is not None:
-            self.throughput.communication += self.computation.shards.waited()
+        self.throughput.communication += self.learner.reduction.take_seconds()
+        if self.engine.model_group is not None:
+            self.throughput.communication += self.engine.model_group.take_seconds()
         return position.skipped == skipped_before
 
-    def settle(self) -> None:
+    def compute_model(self, batches: list[Batch]) -> StepModel:
+        dropout = self._dropout()
+        possible = not self.family.wants_batches and self.family.can_capture(self.settings.model, dropout)
+        captured = self.capture.networks(dropout, possible)
+        if captured is not None:
+            return StepModel(None, captured.model(dropout), captured)
+        graph = self._compute(dropout, self.learner.model, batches)
+        return StepModel(graph, graph.detached(), None)
+
+    def accumulate(self, model: StepModel, batches: list[Batch], scale: float) -> tuple[Tensor, int]:
+        """Add the gradients at the model's tensors; return -log-likelihood and the number of recomputed sentences."""
+        return accumulate_gradients(model.leaves, batches, scale, self.settings.inside)
+
+    def update(self, model: StepModel, nll: Tensor, recomputed: float, scale: float) -> Callable[[], Update]:
+        """Take the gradients through the networks and update the weights; return a function that says how it went."""
+        if model.captured is not None:
+            return model.captured.update(nll, recomputed, self.learning_rate)
+        assert model.graph is not None
+        through = self._whole_loss(model.graph, model.leaves, scale)
+        return self.learner.update(through, nll, recomputed, self.learning_rate)
+
+    @staticmethod
+    def _whole_loss(graph: Distribution, leaves: Distribution, scale: float) -> Tensor:
+        """Return a scalar whose backward pass brings the gradients of likelihood and penalty to the parameters."""
+        through = backward_through(graph, leaves)
+        return through if graph.penalty is None else through + graph.penalty * scale
+
+    def finish_update(self) -> None:
         """Count what the last update came to, if that is not known yet, and take it into the moving average."""
-        if self._unread is None:
+        if self._pending is None:
             return
-        unread, self._unread = self._unread, None
-        update = unread.outcome()
+        pending, self._pending = self._pending, None
+        update = pending.outcome()
         if update.applied and self.average is not None:
-            self.average.update(self.learner.pieces())
+            self.average.update(self.learner.local_weights())
         if not update.applied:
-            self._skipped_step = unread.step
-        self._count(update, unread.sentences, unread.words)
+            self.skipped_step = pending.step
+        self._count(update, pending.sentences, pending.words)
 
-    def _draw(self) -> tuple[Kept | None, FeatureDropout]:
-        """What this step leaves out: symbols, coordinates. The same on all processes."""
-        model, seed, step = self.settings.model, self.settings.seed, self.position.step
-        rate = state_dropout_rate(model, step, self.total_steps)
-        kept = draw_kept(model.nonterminals, model.preterminals, rate, seed=seed, step=step)
-        rates = model.embedding_dropout, model.feature_dropout, model.rule_dropout
-        return kept, FeatureDropout.of_step(*rates, seed=seed, step=step)
+    def _dropout(self) -> Dropout:
+        """Draw what this step leaves out; it is the same on all processes."""
+        return self.family.dropout(
+            self.settings.model, seed=self.settings.seed, step=self.position.step, total_steps=self.total_steps
+        )
 
-    def _nonterminals(self, kept: Kept | None) -> int:
-        """That take part in a step."""
-        return self.settings.model.nonterminals if kept is None else len(kept.nonterminals)
-
-    def _grammar(self, kept: Kept | None, dropout: FeatureDropout, model: Model | None = None) -> Grammar:
-        """All processes take part, unless it is computed by the model itself instead of what the engine made of it."""
-        rules = rules_type(self.settings.inside.precision, self._nonterminals(kept))
-        return (model or self.learner.model)(kept, self.computation._replace(dropout=dropout, rules=rules))
-
-    def _captured_networks(self, kept: Kept | None, dropout: FeatureDropout) -> CapturedNetworks | None:
-        """None where the host launches the networks' kernels itself; so it does in the first steps of a size."""
-        size = _size(kept)
-        if size != self._size:
-            self._size, self._alike, self._captured = size, 0, None
-        self._alike += 1
-        sizes_change = kept is not None and self.settings.model.state_dropout_until is not None
-        if not self.captures or sizes_change or self._alike <= STEPS_BEFORE_CAPTURE:
-            return None
-        if self._nonterminals(kept) > LARGEST_N:
-            return None
-        if self._captured is None:
-            torch.cuda.empty_cache()  # a capture cannot use memory that others have freed
-            try:
-                self._captured = CapturedNetworks(self.learner, self._grammar, kept, dropout, self.engine.device)
-            except torch.OutOfMemoryError:
-                warn("no memory for CUDA graphs of the networks: this run goes on without them (networks.cuda_graphs)")
-                self.captures = False
-        return self._captured
-
-    def forget_captured(self) -> None:
-        """Graphs of the networks hold the memory of the optimizer's state as it is now."""
-        self._captured, self._size = None, None
-
-    def stop_capturing(self) -> None:
-        """From now on the host launches everything itself."""
-        self.captures = False
-        self.forget_captured()
-
-    def settle_buckets(self) -> None:
-        """DDP orders its buckets anew after the first backward pass, and from three ranks on sums depend on the order.
-
-        A pass without effect comes first, so that a resumed run sums as an undisturbed one does: bit for bit.
-        """
-        if self.engine.is_deepspeed or self.engine.world_size == 1:
-            return
-        grammar = self._grammar(*self._draw())
-        self.engine.accelerator.backward(backward_through(grammar, grammar.detached()))  # of gradients that are all 0
-        self.learner.optimizer.zero_grad()
+    def _compute(self, dropout: Dropout, module: Module, batches: list[Batch] | None = None) -> Any:
+        """Compute the model of a step; if the module is the engine's, all processes have to call this."""
+        wanted = (batches or ()) if self.family.wants_batches else ()
+        return module(self.computation._replace(dropout=dropout, batches=wanted))
 
     def _count(self, update: Update, sentences: float, words: float) -> None:
         position, window = self.position, self.position.window
@@ -220,3 +208,73 @@ class Steps:
             position.skipped += 1
             position.skipped_in_a_row += 1
             window.skipped += 1
+
+    # ---- weights and state ------------------------------------------------------------------------------------------
+
+    def fix_bucket_order(self) -> None:
+        """Make a backward pass without effect, so that a resumed run sums as an undisturbed one does: bit for bit.
+
+        DDP orders its buckets anew after the first backward pass, and from three ranks on sums depend on the order.
+        """
+        if self.engine.is_deepspeed or self.engine.world_size == 1:
+            return
+        batches = self.stream.costliest_step(0) if self.family.wants_batches else []
+        graph = self._compute(self._dropout(), self.learner.model, batches)
+        self.learner.backward(self._whole_loss(graph, graph.detached(), 0.0))  # all gradients are 0
+        self.learner.optimizer.zero_grad()
+
+    def evaluated_weights(self) -> dict[str, Tensor]:
+        """Return whole tensors of the moving average, or of the weights without one; all processes take part."""
+        return self.learner.gathered(self.average.weights if self.average else self.learner.local_weights())
+
+    def tensors(self) -> dict[str, dict[str, Tensor] | None]:
+        """Return what a checkpoint holds, in whole tensors; all processes take part."""
+        learner = self.learner
+        return {
+            "model": learner.gathered(learner.local_weights()),
+            "optimizer": learner.optimizer_tensors(),
+            "ema": learner.gathered(self.average.weights) if self.average else None,
+        }
+
+    def restore(self, loaded: Loaded) -> None:
+        """Continue bit for bit from a checkpoint."""
+        assert loaded.optimizer is not None
+        self.learner.load(loaded.model, loaded.optimizer)
+        self.capture.forget()
+        self.position = Position.of(loaded.state)
+        if self.average is not None:
+            # A run that had no average so far starts one from its weights.
+            weights = self.learner.local_parts(loaded.ema or loaded.model)
+            self.average.load(weights, self.position.ema_updates)
+        self.engine.on_all(lambda: self.stream.restore(loaded.state["data"]))
+        self.total_steps = self.count_steps()
+
+
+def dry_run(settings: Settings) -> dict[str, Any]:
+    """Build everything, make a step of the most expensive batches, write nothing; return what the step took."""
+    steps = Steps(settings, Engine(settings))
+    batches = steps.stream.costliest_step(settings.training.epochs - 1)  # what has to fit
+    began = time.perf_counter()
+    steps.step(batches)
+    steps.finish_update()
+    seconds = time.perf_counter() - began
+    window = replace(steps.position.window)
+    if steps.capture.allowed:  # CUDA graphs have memory of their own
+        for _ in range(STEPS_BEFORE_CAPTURE + 1):
+            steps.step(batches)
+        steps.finish_update()
+    device = steps.engine.describe()
+    if not steps.engine.is_main:
+        return {}
+    return {
+        "device": device,
+        "parameters": sum(tensor.numel() for tensor in steps.skeleton.parameters()),
+        "vocabulary": len(steps.corpora.vocabulary),
+        "steps_per_epoch": steps.stream.steps_per_epoch(0),
+        "total_steps": steps.total_steps,
+        "sentences": sum(batch.n_sentences for batch in batches),
+        "words": sum(batch.n_words for batch in batches),
+        "nll_per_sentence": window.nll / max(1.0, window.sentences) if not steps.position.skipped else math.inf,
+        "first_step_seconds": round(seconds, 3),
+        "peak_memory": peak_memory(steps.engine.device),
+    }

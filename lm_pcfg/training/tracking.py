@@ -1,41 +1,32 @@
 """MLflow beside the training, never in its way.
 
-Everything that touches MLflow, its import included, happens in a daemon thread that a queue feeds. Whatever fails there
-is told once; metrics wait in memory, are sent again from time to time, and what is never delivered is counted. The file
-metrics.jsonl (metrics_file.py) is the truth, MLflow the window on it.
+Everything that touches MLflow, its import included, happens in a daemon thread that a queue feeds. A failure there is
+told once; metrics wait in memory and are sent again from time to time, and what is never delivered is counted. The file
+metrics.jsonl (storage/metrics_file.py) is the truth, MLflow the window on it.
 
 The store is MLFLOW_TRACKING_URI, or a sqlite file in `mlruns/` of the working folder.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
-import json
-import logging
 import os
-import posixpath
 import queue
-import re
-import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lm_pcfg.training.environment import environment_artifacts
-
-Status = Literal["FINISHED", "FAILED", "KILLED"]
+from lm_pcfg.console import warn
+from lm_pcfg.corpus.pieces import AnyVocabulary
+from lm_pcfg.settings import Settings
+from lm_pcfg.settings_file import dump_yaml
+from lm_pcfg.storage.run_folder import RunFolder
+from lm_pcfg.training.mlflow_run import METRICS_PER_CALL, MlflowRun, Status, one_line, refused_for_good, valid_name
 
 _MOST_WAITING_METRICS = 200_000
-_METRICS_PER_CALL = 1000  # MLflow's own limits
-_SETTINGS_PER_CALL = 100
-_LONGEST_NAME = 250
-_LONGEST_VALUE = 6000
-
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -73,7 +64,7 @@ class Tracker:
             os.environ.setdefault(name, value)
         local = Path.cwd() / "mlruns"
         self.uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{local / 'mlflow.db'}"
-        self._run = _MlflowRun(
+        self._run = MlflowRun(
             uri=self.uri,
             artifact_location=None if os.environ.get("MLFLOW_TRACKING_URI") else (local / "artifacts").as_uri(),
             experiment=experiment,
@@ -144,8 +135,8 @@ class Tracker:
                     status = item
                 else:
                     step, when, numbers = item
-                    self._waiting.extend((_valid_name(name), value, when, step) for name, value in numbers.items())
-            many = healthy and len(self._waiting) >= _METRICS_PER_CALL
+                    self._waiting.extend((valid_name(name), value, when, step) for name, value in numbers.items())
+            many = healthy and len(self._waiting) >= METRICS_PER_CALL
             if status is not None or many or time.monotonic() >= attempt_at:
                 healthy = self._attempt(status)
                 attempt_at = time.monotonic() + (self._flush_seconds if healthy else self._retry_seconds)
@@ -172,12 +163,12 @@ class Tracker:
 
     def _deliver_metrics(self) -> None:
         while self._waiting:
-            batch = list(itertools.islice(self._waiting, _METRICS_PER_CALL))
+            batch = list(itertools.islice(self._waiting, METRICS_PER_CALL))
             try:
                 self._run.log_metrics(batch)
                 self._delivered += len(batch)
             except Exception as error:
-                if not _refused_for_good(error):
+                if not refused_for_good(error):
                     raise
                 self._rejected += len(batch)  # sending it again would hold up all that comes after it
                 self._note_failure(error)
@@ -186,7 +177,7 @@ class Tracker:
 
     def _note_failure(self, error: Exception) -> None:
         first = self._failure is None
-        self._failure = _one_line(error)
+        self._failure = one_line(error)
         if first and not self._finishing:  # finish tells it otherwise
             self._warn(
                 f"MLflow tracking fails and training goes on; retried every {self._retry_seconds:g} s: {self._failure}"
@@ -194,7 +185,7 @@ class Tracker:
 
 
 class NoTracker:
-    """Tracking switched off, or a rank other than 0."""
+    """Does nothing: tracking is off, or this is not rank 0."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         pass
@@ -203,186 +194,17 @@ class NoTracker:
         pass
 
 
-class _MlflowRun:
-    """All calls of MLflow; used by the thread alone. Each method can be called again until it has succeeded."""
-
-    def __init__(
-        self,
-        *,
-        uri: str,
-        artifact_location: str | None,
-        experiment: str,
-        run_name: str,
-        run_id: str | None,
-        parameters: dict[str, Any],
-        artifacts: dict[str, str],
-        tags: dict[str, str],
-        warn: Callable[[str], None],
-        remember_run_id: Callable[[str], None],
-    ) -> None:
-        self._uri = uri
-        self._artifact_location = artifact_location
-        self._experiment = experiment
-        self._run_name = run_name
-        self._wanted_run_id = run_id
-        self._parameters: dict[str, str] | None = _flatten(parameters)
-        self._artifacts: dict[str, str] | None = artifacts
-        self._tags = {_valid_name(name): str(value)[:_LONGEST_VALUE] for name, value in tags.items()}
-        self._warn = warn
-        self._remember_run_id = remember_run_id
-        self._client: Any = None
-        self._experiment_id: str | None = None
-        self._run_id: str | None = None
-        self._earlier_parameters: dict[str, str] = {}
-        self._artifact_folder = ""
-
-    def begin(self) -> None:
-        """Open the store, find or create experiment and run."""
-        if self._run_id is not None:
-            return
-        if self._experiment_id is None:
-            with _alone_with_sqlite(self._uri):
-                self._client = _quiet_client(self._uri)
-                self._experiment_id = self._find_or_create_experiment()
-        self._run_id = self._continue_run() or self._create_run()
-        try:
-            self._remember_run_id(self._run_id)
-        except Exception as error:  # the caller's file; without it a resumed run starts a new MLflow run
-            self._warn(f"the MLflow run {self._run_id} could not be remembered for a resume: {_one_line(error)}")
-
-    def _find_or_create_experiment(self) -> str:
-        experiment = self._client.get_experiment_by_name(self._experiment)
-        if experiment is not None:
-            return experiment.experiment_id
-        try:
-            return self._client.create_experiment(self._experiment, artifact_location=self._artifact_location)
-        except Exception:
-            experiment = self._client.get_experiment_by_name(self._experiment)
-            if experiment is None:
-                raise
-            return experiment.experiment_id  # another run created it in between
-
-    def _continue_run(self) -> str | None:
-        if self._wanted_run_id is None:
-            return None
-        try:
-            run = self._client.get_run(self._wanted_run_id)
-        except Exception as error:
-            if not _refused_for_good(error):
-                raise
-            run = None
-        if run is None or run.info.lifecycle_stage != "active":
-            self._warn(f"MLflow has no run {self._wanted_run_id} any more; a new one begins")
-            self._wanted_run_id = None
-            return None
-        self._client.update_run(self._wanted_run_id, status="RUNNING")
-        self._earlier_parameters = dict(run.data.params)
-        # The first files stay: how the run began is worth keeping.
-        self._artifact_folder = time.strftime("resumed-%Y%m%d-%H%M%S/")
-        return self._wanted_run_id
-
-    def _create_run(self) -> str:
-        return self._client.create_run(self._experiment_id, run_name=self._run_name).info.run_id
-
-    def log_settings(self) -> None:
-        """Parameters, tags. MLflow lets no parameter change: what a resume changes becomes a tag `resumed.<name>`."""
-        if self._parameters is None:
-            return
-        from mlflow.entities import Param, RunTag
-
-        new = {name: value for name, value in self._parameters.items() if name not in self._earlier_parameters}
-        changed = {
-            f"resumed.{name}"[:_LONGEST_NAME]: value
-            for name, value in self._parameters.items()
-            if self._earlier_parameters.get(name, value) != value
-        }
-        settings = [Param(*item) for item in new.items()] + [RunTag(*item) for item in (self._tags | changed).items()]
-        for start in range(0, len(settings), _SETTINGS_PER_CALL):
-            chunk = settings[start : start + _SETTINGS_PER_CALL]
-            self._client.log_batch(
-                self._run_id,
-                params=[setting for setting in chunk if isinstance(setting, Param)],
-                tags=[setting for setting in chunk if isinstance(setting, RunTag)],
-            )
-        self._parameters = None
-
-    def log_artifacts(self) -> None:
-        if self._artifacts is None:
-            return
-        for name, text in (environment_artifacts() | self._artifacts).items():
-            self._client.log_text(self._run_id, text, self._artifact_folder + name)
-        self._artifacts = None
-
-    def log_metrics(self, batch: list[tuple[str, float, int, int]]) -> None:
-        from mlflow.entities import Metric
-
-        self._client.log_batch(self._run_id, metrics=[Metric(*metric) for metric in batch])
-
-    def end(self, status: Status) -> None:
-        self._client.set_terminated(self._run_id, status)
-
-
-def _quiet_client(uri: str) -> Any:
-    from mlflow import MlflowClient  # 2 s, hence here in the thread
-
-    # MLflow, alembic and urllib3 tell their story on standard error; drop what this thread makes them say.
-    this_thread = threading.get_ident()
-
-    def not_from_here(record: logging.LogRecord) -> bool:
-        return record.thread != this_thread
-
-    for name in ("mlflow", "alembic", "sqlalchemy.engine"):
-        for handler in logging.getLogger(name).handlers:
-            handler.addFilter(not_from_here)
-    logging.getLogger("urllib3.connectionpool").addFilter(not_from_here)
-    return MlflowClient(tracking_uri=uri)
-
-
-@contextlib.contextmanager
-def _alone_with_sqlite(uri: str) -> Iterator[None]:
-    """Hold off other runs while the sqlite store is created, and find out quickly whether it can be written.
-
-    MLflow's own lock lies in the temporary folder, so it knows nothing of other hosts; and it would try for 100 s to
-    open a file that cannot be opened.
-    """
-    path = re.sub(r"\?.*", "", uri.removeprefix("sqlite:///"))
-    if not uri.startswith("sqlite:///") or path in ("", ":memory:"):
-        yield
-        return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.lock", "w") as lock_file:
-        with contextlib.suppress(OSError):  # a file system without locks: MLflow's own has to do
-            fcntl.flock(lock_file, fcntl.LOCK_EX)
-        with contextlib.closing(sqlite3.connect(path, timeout=10.0)) as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.rollback()
-        yield
-
-
-def _refused_for_good(error: Exception) -> bool:
-    """Whether the store understood and said no, so that asking again is no use."""
-    return getattr(error, "error_code", None) in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = re.sub(r"://[^/@\s]+@", "://", text)  # a password in the address
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
-def _valid_name(name: str) -> str:
-    """MLflow takes letters, digits and `_ - . : / space`, and only what reads as a plain relative path."""
-    name = posixpath.normpath(re.sub(r"[^\w./: -]", "_", name)).lstrip("/.") or "_"
-    return name[:_LONGEST_NAME].rstrip("/")
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """{"model": {"nt": 8}} as {"model.nt": "8"}."""
-    flat: dict[str, str] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            flat[_valid_name(f"{prefix}{name}")] = text[:_LONGEST_VALUE]
-    return flat
+def track(settings: Settings, folder: RunFolder, vocabulary: AnyVocabulary, is_main: bool) -> Tracker | NoTracker:
+    """Tell MLflow of a run: its settings, its vocabulary, its folder. Only the main process does."""
+    if not (is_main and settings.tracking.mlflow):
+        return NoTracker()
+    return Tracker(
+        run_name=folder.path.name,
+        experiment=settings.tracking.experiment,
+        run_id=folder.tracking_id,
+        parameters=settings.model_dump(mode="json"),
+        artifacts={"config.yaml": dump_yaml(settings), "vocabulary_hash.txt": vocabulary.hash + "\n"},
+        tags={"run_folder": str(folder.path.resolve()), "vocabulary_hash": vocabulary.hash},
+        warn=warn,
+        remember_run_id=folder.remember_tracking_id,
+    )

@@ -37,7 +37,7 @@ def not_negative(text: str) -> float:
 
 
 def find_device(parser: argparse.ArgumentParser, name: str | None, backend: str = "auto") -> torch.device:
-    """The one that is named, or a GPU if there is one."""
+    """Return the named device; by default a GPU if there is one."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
@@ -50,14 +50,14 @@ def find_device(parser: argparse.ArgumentParser, name: str | None, backend: str 
 
 
 def default_grid(on_gpu: bool, option: str, large: str, small: str) -> str:
-    """What a GPU does in minutes takes a CPU hours: without one the default is smaller, and says so."""
+    """Return the default grid, a smaller one without a GPU, and say so: a CPU takes hours for a GPU's minutes."""
     if not on_gpu:
         print(f"without a GPU by default {option} {small} instead of {large}", file=sys.stderr, flush=True)
     return large if on_gpu else small
 
 
 def check_files(parser: argparse.ArgumentParser, files: Sequence[Path | None]) -> None:
-    """That they can be written; what they hold stays."""
+    """Refuse files that cannot be written. What they hold stays."""
     if problem := why_not_all_written(files):
         parser.error(problem)
 
@@ -70,7 +70,7 @@ def why_not_all_written(files: Sequence[Path | None]) -> str | None:
 
 
 def _why_not_written(path: Path) -> str | None:
-    """What keeps a file from being written, in one line; nothing is left behind by the attempt."""
+    """Say in one line what keeps a file from being written; nothing is left behind by the attempt."""
     try:
         if not path.parent.is_dir():
             return f"{path}: there is no folder {path.parent}; make it first"

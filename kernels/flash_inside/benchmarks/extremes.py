@@ -19,11 +19,9 @@ from torch import Tensor
 
 import flash_inside
 from flash_inside.benchmarks import accuracy
-from flash_inside.benchmarks.accuracy import TOLERANCE
 from flash_inside.benchmarks.arguments import at_least_two, find_device, not_negative, positive
+from flash_inside.precision import FAST_PRECISIONS, TOLERANCE
 from flash_inside.rules import Rules
-
-PRECISIONS = ("fp32", "tf32", "bf16")  # fp64 is what they are compared with
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sentences", type=positive, default=16, help="of a batch")
     parser.add_argument("--shortest", type=at_least_two, default=2, help="words of a sentence, at least")
     parser.add_argument("--longest", type=at_least_two, default=16, help="words of a sentence, at most")
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--precision", choices=FAST_PRECISIONS, default="fp32")
     parser.add_argument("--backend", choices=flash_inside.BACKENDS, default="auto")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,6 +1,6 @@
-"""`main(argv)`: time forward + backward over a grid of sizes, check each against fp64 first, write one CSV and a plot.
+"""`main(argv)`: time forward + backward over a grid of sizes, check each against fp64 first, write one CSV.
 
-    python -m flash_inside.benchmarks.inside --csv inside.csv --plot inside.svg
+    python -m flash_inside.benchmarks.inside --csv inside.csv
     python -m flash_inside.benchmarks.inside --grid 512x20x16,8192xptbx16 --methods triton
     python -m flash_inside.benchmarks.inside --table1
 
@@ -20,33 +20,28 @@ total_gib is the peak of the first pass with inputs and gradients.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
-import platform
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import flash_inside
-from flash_inside.benchmarks import accuracy, baselines, table1
-from flash_inside.benchmarks.accuracy import TOLERANCE
+from flash_inside.benchmarks.accuracy import errors_of, is_right
 from flash_inside.benchmarks.arguments import check_files, default_grid, find_device, not_negative
-from flash_inside.benchmarks.lengths import ptb_lengths
-from flash_inside.benchmarks.plot import draw
-from flash_inside.benchmarks.results import Results, Row, out_of_memory, read_rows
-from flash_inside.memory import check_memory
-from flash_inside.rules import Rules
+from flash_inside.benchmarks.methods import METHODS, function_of
+from flash_inside.benchmarks.results import Results, Row, machine, milliseconds, out_of_memory, percentiles, read_rows
+from flash_inside.benchmarks.sizes import Size, make_inputs, parse_grid
+from flash_inside.precision import FAST_PRECISIONS
+from flash_inside.rules import ResidentRules, Rules
 
 GRID = "512x20x16,512x40x16,2048x40x16,4096x40x16,8192x20x16,8192x40x16,8192x25x64"
 GRID_WITHOUT_GPU = "64x20x16,128x20x16"
-METHODS = ("triton", "torch", "log-einsum-exp", "log-sum-exp")
+#: The paper's table 1: its sizes, and where it has no figure (tensors [spans, 2N, N] that do not fit).
+TABLE1_GRID = "512x20x16,8192x20x16,512x40x16,8192x40x16"
+LARGEST_LOG_SUM_EXP = 512
+NAMES = {"triton": "FlashInside (triton)", "torch": "FlashInside (torch)"}
 FIELDS = (
     "method", "nonterminals", "words", "sentences", "precision", "p20_ms", "p50_ms", "p80_ms", "peak_gib",
     "accumulating_gib", "training_gib", "total_gib", "error", "gradient_error", "share_of_ceiling", "ceiling_tflops",
@@ -54,30 +49,9 @@ FIELDS = (
 )  # fmt: skip
 
 
-class Size(NamedTuple):
-    nonterminals: int
-    words: int | str  # of every sentence, or "ptb"
-    sentences: int
-
-    @property
-    def lengths(self) -> list[int]:
-        return ptb_lengths(self.sentences) if isinstance(self.words, str) else [self.words] * self.sentences
-
-    @property
-    def spans(self) -> int:
-        """Of two words or more."""
-        return sum(length * (length - 1) // 2 for length in self.lengths)
-
-    @property
-    def flops(self) -> float:
-        """Of the matrix products, forward and backward: three for the spans (those of whole sentences too, though they
-        need fewer), three for the words."""
-        n = self.nonterminals
-        return 3 * 2 * 2 * n * (n * self.spans + 2 * n * sum(self.lengths))
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = _parse(argv)
+def main(argv: list[str] | None = None, draw: Callable[[list[Row]], str] | None = None) -> int:
+    """Run the benchmark. draw: makes the file that --plot names from the rows of the CSV; without it no --plot."""
+    arguments = _parse(argv, can_draw=draw is not None)
     results = Results(FIELDS, arguments.csv, arguments.plot, draw)
     for row in _measured(arguments) if arguments.from_csv is None else arguments.from_csv:
         if arguments.table1 and not any(_is_of(row, size) for size in arguments.grid):
@@ -85,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         results.add(row)
         print(_line(row), flush=True)
     if arguments.table1:
-        print(table1.table(results.rows))
+        print(table1(results.rows))
     nothing = bool(results.rows) and all(row["note"] for row in results.rows)
     if arguments.table1 and not results.rows:
         print("none of the sizes is in the table; --grid says which to look for", file=sys.stderr)
@@ -102,31 +76,33 @@ def _measured(arguments: argparse.Namespace) -> Iterator[Row]:
     ceiling = _ceiling(device)
     for size in arguments.grid:
         for method in arguments.methods:
-            if arguments.table1 and method == "log-sum-exp" and size.nonterminals > table1.LARGEST_LOG_SUM_EXP:
+            if arguments.table1 and method == "log-sum-exp" and size.nonterminals > LARGEST_LOG_SUM_EXP:
                 continue
             yield _measure(method, size, arguments.precision, device, arguments.seconds, ceiling)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse(argv: list[str] | None, can_draw: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench inside", description="time the inside algorithm")
     parser.add_argument(
         "--grid", type=parse_grid, help=f"sizes NxWORDSxSENTENCES (default {GRID}; without a GPU {GRID_WITHOUT_GPU})"
     )
-    parser.add_argument("--table1", action="store_true", help=f"the paper's table 1 (default grid {table1.GRID})")
+    parser.add_argument("--table1", action="store_true", help=f"the paper's table 1 (default grid {TABLE1_GRID})")
     parser.add_argument("--methods", type=_methods, default=list(METHODS), help=f"default {','.join(METHODS)}")
-    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="of triton and torch")
+    parser.add_argument("--precision", choices=FAST_PRECISIONS, default="bf16", help="of triton and torch")
     parser.add_argument("--seconds", type=not_negative, default=1.0, help="time to spend on each measurement")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG file")
     parser.add_argument("--from-csv", type=_rows, metavar="CSV", help="measure nothing: show what was measured")
     arguments = parser.parse_args(argv)
+    if arguments.plot is not None and not can_draw:
+        parser.error("nothing here draws: `lm_pcfg bench inside --plot` does")
     arguments.device = find_device(parser, arguments.device)
     check_files(parser, [arguments.csv, arguments.plot])
     if arguments.from_csv is not None and arguments.grid is not None and not arguments.table1:
         parser.error("--grid has no effect with --from-csv, but with --table1")
     if arguments.grid is None:
-        large = table1.GRID if arguments.table1 else GRID
+        large = TABLE1_GRID if arguments.table1 else GRID
         can_be_large = arguments.device.type == "cuda" or arguments.from_csv is not None
         arguments.grid = parse_grid(default_grid(can_be_large, "--grid", large, GRID_WITHOUT_GPU))
     return arguments
@@ -143,95 +119,12 @@ def _rows(table: str) -> list[Row]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def parse_grid(text: str) -> list[Size]:
-    sizes = []
-    for part in text.split(","):
-        size = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*|ptb)x0*([1-9]\d*)", part)
-        if size is None or size[2] == "1":
-            raise argparse.ArgumentTypeError(
-                f"{part!r}: sizes are NxWORDSxSENTENCES, with at least two words (or `ptb`)"
-            )
-        sizes.append(Size(int(size[1]), "ptb" if size[2] == "ptb" else int(size[2]), int(size[3])))
-    return sizes
-
-
 def _methods(text: str) -> list[str]:
     methods = text.split(",")
     unknown = set(methods) - set(METHODS)
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown method {', '.join(sorted(unknown))}: use {', '.join(METHODS)}")
     return methods
-
-
-def make_inputs(size: Size, precision: str, device: torch.device) -> list[Tensor]:
-    """root, left, right, emissions of a random grammar; the rules in the type the precision works in."""
-    generator = torch.Generator(device).manual_seed(1)
-    n, rules_type = size.nonterminals, torch.bfloat16 if precision == "bf16" else torch.float32
-    chart = size.spans * 3 * n * rules_type.itemsize  # beta, eta and zeta: there is more
-    check_memory(2 * 3 * n * n * rules_type.itemsize + sum(size.lengths) * 2 * n * 4 + chart, device)
-
-    def softmax(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator).softmax(-1)
-
-    root, left, right = (
-        softmax(n if size.words != "ptb" else 3 * n),
-        softmax(n, 3 * n).to(rules_type),
-        softmax(n, 3 * n).to(rules_type),
-    )
-    emissions = torch.randn(sum(size.lengths), 2 * n, device=device, generator=generator) - 8
-    return [tensor.requires_grad_() for tensor in (root, left, right, emissions)]
-
-
-def _function(
-    method: str, precision: str, verdicts: list[Tensor], of_rules: tuple[Tensor, Tensor] | None = None
-) -> accuracy.Inside:
-    """verdicts: will hold which sentences of the last pass can be trusted."""
-    if method == "log-einsum-exp":
-        return baselines.log_einsum_exp
-    if method == "log-sum-exp":
-        return baselines.log_sum_exp
-
-    def inside(rules: Rules, emissions: Tensor, lengths: list[int]) -> Tensor:
-        log_z, trusted = flash_inside.inside_unchecked(rules, emissions, lengths, precision, method, of_rules)
-        verdicts[:] = [trusted]
-        return log_z
-
-    return inside
-
-
-def is_right(method: str, precision: str, error: float, gradient_error: float | None) -> bool:
-    """Whether the errors of log Z and of the gradients (None: not known) are no more than is allowed."""
-    of_log_z = TOLERANCE[precision][0] if method in ("triton", "torch") else 10 * TOLERANCE["fp32"][0]
-    of_gradients = TOLERANCE[precision][1]  # whatever a method computes in, the rules' gradients are of their type
-    return error <= of_log_z and (gradient_error is None or gradient_error <= of_gradients)
-
-
-def errors_of(method: str, size: Size, precision: str, device: torch.device) -> tuple[float, float | None]:
-    """Of log Z and of the gradients, against fp64 on the same rounded tensors, for two sentences."""
-    small = size._replace(sentences=min(2, size.sentences))
-    inputs = [tensor.detach() for tensor in make_inputs(small, precision, device)]
-    function = _function(method, precision, [])
-    try:
-        wide = [tensor.double() for tensor in inputs]
-        truth, counts = accuracy.expected_counts(_torch("fp64"), wide, small.lengths)
-        del wide
-        ours, our_counts = accuracy.expected_counts(function, inputs, small.lengths)
-        return (
-            accuracy.error_of_log_z(ours, truth, small.lengths),
-            accuracy.error_of_counts(our_counts, counts, inputs),
-        )
-    except torch.cuda.OutOfMemoryError:
-        print(f"N {size.nonterminals}: no memory for gradients in fp64; log Z is checked, in fp32", file=sys.stderr)
-    # Only here: while an exception is handled, it keeps the tensors of where it was raised.
-    with torch.no_grad():
-        ours = function(Rules(*inputs[:3]), inputs[3], small.lengths).double()
-        wide = [tensor.float() for tensor in inputs]
-        truth = _torch("fp32")(Rules(*wide[:3]), wide[3], small.lengths).double()
-    return accuracy.error_of_log_z(ours, truth, small.lengths), None
-
-
-def _torch(precision: str) -> accuracy.Inside:
-    return lambda rules, emissions, lengths: flash_inside.inside(rules, emissions, lengths, precision, "torch")
 
 
 def _measure(method: str, size: Size, precision: str, device: torch.device, seconds: float, ceiling: float) -> Row:
@@ -253,9 +146,7 @@ def _measure(method: str, size: Size, precision: str, device: torch.device, seco
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    times.sort()
-    for name, share in (("p20_ms", 0.2), ("p50_ms", 0.5), ("p80_ms", 0.8)):
-        row[name] = round(times[round(share * (len(times) - 1))], 4)
+    row |= percentiles(times)
     for column, peak in peaks.items():
         row[column] = round(peak / 2**30, 3)
     row["share_of_ceiling"] = round(size.flops / (ceiling * 1e12) / (float(row["p50_ms"]) / 1e3), 3)
@@ -265,10 +156,10 @@ def _measure(method: str, size: Size, precision: str, device: torch.device, seco
 def _times(
     method: str, size: Size, precision: str, device: torch.device, seconds: float
 ) -> tuple[list[float], dict[str, int]]:
-    """Milliseconds of single passes, and on a GPU the peaks of memory in bytes, by the column they belong to."""
+    """Return milliseconds of single passes, and on a GPU the peaks of memory in bytes, by column."""
     inputs, lengths = make_inputs(size, precision, device), size.lengths
     verdicts: list[Tensor] = []
-    function = _function(method, precision, verdicts)
+    function = function_of(method, precision, verdicts)
 
     def forward_and_backward() -> None:
         function(Rules(*inputs[:3]), inputs[3], lengths).sum().backward()
@@ -310,57 +201,31 @@ def _times(
 
 
 def _peak_in_training(inputs: list[Tensor], lengths: list[int], precision: str) -> int:
-    """Above inputs and memory for the gradients of the rules, which is there before and after."""
-    of_rules = torch.empty_like(inputs[1]), torch.empty_like(inputs[2])
+    """Return the peak above the inputs and the memory for gradients of the rules, which is there all the time."""
+    root, left, right, emissions = inputs
+    rules = ResidentRules(root, left, right, (torch.empty_like(left), torch.empty_like(right)))
     _free_graphs("triton")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    _function("triton", precision, [], of_rules)(Rules(*inputs[:3]), inputs[3], lengths).sum().backward()
+    function_of("triton", precision, [])(rules, emissions, lengths).sum().backward()
     return torch.cuda.max_memory_allocated() - before
 
 
 def _free_graphs(method: str) -> None:
-    """The memory of graphs counts: let it be taken again."""
+    """Free the memory of graphs, so that the next pass takes it again and it is counted."""
     if method == "triton":
-        from flash_inside import triton_graphs
+        from flash_inside.triton import graphs
 
-        triton_graphs.clear()
-
-
-def milliseconds(function: Callable[[], object], device: torch.device, passes: int = 1) -> list[float]:
-    """Of each of some passes in a row."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        for _ in range(passes):
-            function()
-        return [(time.perf_counter() - start) * 1e3 / passes] * passes
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(passes + 1)]
-    function()  # so that the first mark is not waited for
-    marks[0].record()
-    for mark in marks[1:]:
-        function()
-        mark.record()
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) for before, after in pairwise(marks)]
+        graphs.clear()
 
 
 def _ceiling(device: torch.device) -> float:
-    """TFLOP/s of a large matrix product: bf16 on a GPU, fp32 on a CPU."""
+    """Measure the TFLOP/s of a large matrix product: bf16 on a GPU, fp32 on a CPU."""
     side, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     times = sorted(milliseconds(lambda: a @ b, device, passes=15))
     return 2 * side**3 / times[7] / 1e9
-
-
-def machine(device: torch.device) -> dict[str, str]:
-    try:
-        triton_version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton_version = "none"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    return {"device": name, "torch": torch.__version__, "triton": triton_version, "date": date}
 
 
 def _line(row: Row) -> str:
@@ -370,6 +235,39 @@ def _line(row: Row) -> str:
     share, error = 100 * float(row["share_of_ceiling"]), float(row["error"])
     memory = f"{row['peak_gib']:>7} GiB  " if row["peak_gib"] != "" else ""  # of a GPU
     return f"{size} {row['p50_ms']:>10} ms  {memory}{share:5.1f} % of the ceiling  error {error:.1e}"
+
+
+def table1(rows: Sequence[Row]) -> str:
+    """Return in Markdown the speed relative to the textbook's method, and the memory relative to FlashInside.
+
+    Speed 1x is log-sum-exp or, at sizes where it was not measured, log-einsum-exp.
+    """
+    lines = ["| algorithm | N | words | ms | speed | GiB | memory |", "|---|---|---|---|---|---|---|"]
+    sizes = list(dict.fromkeys((row["nonterminals"], row["words"], row["sentences"]) for row in rows))
+    for size in sizes:
+        here = {
+            str(row["method"]): row for row in rows if (row["nonterminals"], row["words"], row["sentences"]) == size
+        }
+        timed = {method: row for method, row in here.items() if row["p50_ms"] not in ("", None)}
+        textbook = next((timed[m] for m in ("log-sum-exp", "log-einsum-exp") if m in timed), None)
+        ours = timed.get("triton") or timed.get("torch")
+        for method in ("log-sum-exp", "log-einsum-exp", "torch", "triton"):
+            if method not in here:
+                continue
+            start = f"| {NAMES.get(method, method)} | {size[0]} | {size[1]} |"
+            if method not in timed:
+                lines.append(f"{start} {here[method]['note']} | | | |")
+                continue
+            row = timed[method]
+            speed = _ratio(textbook, row, "p50_ms") if textbook else ""
+            memory = _ratio(row, ours, "peak_gib") if ours and row["peak_gib"] != "" else ""  # "": on a CPU
+            lines.append(f"{start} {row['p50_ms']} | {speed} | {row['peak_gib']} | {memory} |")
+    return "\n".join(lines)
+
+
+def _ratio(above: Row, below: Row, field: str) -> str:
+    numerator, denominator = float(str(above[field])), float(str(below[field]))
+    return f"{numerator / denominator:.1f}x" if denominator else ""
 
 
 if __name__ == "__main__":

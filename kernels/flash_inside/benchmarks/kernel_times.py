@@ -18,9 +18,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import flash_inside
+from flash_inside.benchmarks.accuracy import errors_of, is_right
 from flash_inside.benchmarks.arguments import check_files, default_grid, find_device, positive
-from flash_inside.benchmarks.inside import GRID_WITHOUT_GPU, Size, errors_of, is_right, machine, make_inputs, parse_grid
-from flash_inside.benchmarks.results import Results, Row, out_of_memory
+from flash_inside.benchmarks.inside import GRID_WITHOUT_GPU
+from flash_inside.benchmarks.results import Results, Row, machine, out_of_memory
+from flash_inside.benchmarks.sizes import Size, make_inputs, parse_grid
+from flash_inside.precision import FAST_PRECISIONS
 from flash_inside.rules import Rules
 
 GRID = "8192x20x16,8192x40x16,8192x25x64,8192xptbx16"
@@ -35,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--grid", type=parse_grid, help=f"sizes NxWORDSxSENTENCES ({GRID}; without a GPU {GRID_WITHOUT_GPU})"
     )
-    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="bf16")
+    parser.add_argument("--precision", choices=FAST_PRECISIONS, default="bf16")
     parser.add_argument("--passes", type=positive, default=5, help="how many to take the mean of")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--csv", type=Path)
@@ -101,7 +104,7 @@ def _rows(size: Size, precision: str, device: torch.device, backend: str, passes
 
 
 def by_kernel(spans: list[tuple[str, float, float]]) -> dict[str, tuple[int, float]]:
-    """(name, start, end) of what ran on a device -> calls and time of each kernel, and of the gaps between them."""
+    """Sum (name, start, end) of what ran on a device to calls and time of each kernel, and of the gaps between."""
     times: dict[str, tuple[int, float]] = {}
 
     def add(name: str, time: float) -> None:
@@ -118,7 +121,7 @@ def by_kernel(spans: list[tuple[str, float, float]]) -> dict[str, tuple[int, flo
 
 
 def _short(name: str) -> str:
-    """Of a C++ template only what it is, without what it is made for."""
+    """Shorten the name of a C++ function to what precedes its template arguments and parameters."""
     return re.sub(r"^void |[<(].*", "", name).strip()
 
 

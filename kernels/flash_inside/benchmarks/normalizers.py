@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from flash_inside.benchmarks.arguments import check_files, default_grid, find_device, not_negative
-from flash_inside.benchmarks.inside import machine, milliseconds
-from flash_inside.benchmarks.results import Results, Row, out_of_memory
-from flash_inside.memory import check_memory
+from flash_inside.benchmarks.results import Results, Row, machine, milliseconds, out_of_memory, percentiles
+from flash_inside.devices import check_memory
+from flash_inside.precision import FAST_PRECISIONS, TOLERANCE_OF_NORMALIZERS
 from flash_inside.softmax import log_normalizers
 
 GRID, GRID_WITHOUT_GPU = "16384x10000x512,65536x65536x512", "1024x10000x256"
-#: Error allowed before anything is timed: of the normalisers (absolute) and of the gradients (relative in norm).
-TOLERANCE = {"fp32": (1e-4, 1e-4), "tf32": (5e-2, 2e-2), "bf16": (2e-1, 5e-2)}
 FIELDS = (
     "preterminals", "words", "dimension", "precision", "p20_ms", "p50_ms", "p80_ms", "peak_gib", "tflops",
     "error", "gradient_error", "device", "torch", "triton", "date", "note",
@@ -53,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench emission", description="time the emission's normalisers")
     parser.add_argument("--grid", type=_grid, help=f"sizes PxVxD (default {GRID}; without a GPU {GRID_WITHOUT_GPU})")
-    parser.add_argument("--precision", choices=tuple(TOLERANCE), default="tf32")
+    parser.add_argument("--precision", choices=FAST_PRECISIONS, default="tf32")
     parser.add_argument("--seconds", type=not_negative, default=1.0, help="time to spend on each measurement")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--csv", type=Path)
@@ -73,7 +71,7 @@ def _grid(text: str) -> list[tuple[int, int, int]]:
 
 
 def _tables(size: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """As after some training: logits with a standard deviation of about 3."""
+    """Make random tables as after some training: logits have a standard deviation of about 3."""
     preterminals, words, dimension = size
     check_memory((preterminals + words) * dimension * 4, device)
     generator = torch.Generator(device).manual_seed(1)
@@ -86,7 +84,7 @@ def _tables(size: tuple[int, int, int], device: torch.device) -> tuple[Tensor, T
 
 
 def _errors(size: tuple[int, int, int], precision: str, device: torch.device) -> tuple[float, float]:
-    """Of the whole size, with a random gradient for every normaliser, against fp64: at some rows, and at some words."""
+    """Return the errors of normalisers and gradients against fp64, at some rows and some words of the whole size."""
     features, embeddings = _tables(size, device)
     generator = torch.Generator(device).manual_seed(2)
     weights = torch.randn(size[0], device=device, generator=generator)
@@ -119,7 +117,7 @@ def _measure(size: tuple[int, int, int], precision: str, device: torch.device, s
     preterminals, words, dimension = size
     row: Row = {"note": ""}
     row["error"], row["gradient_error"] = errors = _errors(size, precision, device)
-    if not all(error <= allowed for error, allowed in zip(errors, TOLERANCE[precision], strict=True)):
+    if not all(error <= allowed for error, allowed in zip(errors, TOLERANCE_OF_NORMALIZERS[precision], strict=True)):
         return row | {"note": "WRONG"}
     features, embeddings = _tables(size, device)
 
@@ -137,10 +135,8 @@ def _measure(size: tuple[int, int, int], precision: str, device: torch.device, s
     end = time.perf_counter() + seconds
     while len(times) < 5 or time.perf_counter() < end:
         times += milliseconds(forward_and_backward, device)
-    times.sort()
-    for name, share in (("p20_ms", 0.2), ("p50_ms", 0.5), ("p80_ms", 0.8)):
-        row[name] = round(times[round(share * (len(times) - 1))], 4)
-    row["tflops"] = round(8 * preterminals * words * dimension / times[len(times) // 2] / 1e9, 3)
+    row |= percentiles(times)
+    row["tflops"] = round(8 * preterminals * words * dimension / sorted(times)[len(times) // 2] / 1e9, 3)
     return row
 
 

@@ -15,13 +15,12 @@ import torch
 
 import flash_inside
 from flash_inside.benchmarks.arguments import default_grid, find_device, positive
-from flash_inside.benchmarks.inside import Size, make_inputs, parse_grid
 from flash_inside.benchmarks.results import out_of_memory
+from flash_inside.benchmarks.sizes import Size, make_inputs, parse_grid
+from flash_inside.precision import TOLERANCE_OF_TREES
 from flash_inside.rules import Rules
 
 GRID, GRID_WITHOUT_GPU = "4096x40x16", "64x20x16"
-#: Of the log score, relative to max(|log score|, words): values are fp32.
-TOLERANCE = 1e-6
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,14 +50,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _problem(size: Size, device: torch.device, backend: str) -> str | None:
-    """Of two sentences: what is not as it should be."""
+    """Check two sentences and say what is wrong with their trees; None: nothing."""
     small = size._replace(sentences=min(2, size.sentences))
     inputs = [tensor.detach() for tensor in make_inputs(small, "fp32", device)]
     found = flash_inside.viterbi(Rules(*inputs[:3]), inputs[3], small.lengths, "fp32", backend)
     wide = [tensor.double() for tensor in inputs]
     truth = flash_inside.viterbi(Rules(*wide[:3]), wide[3], small.lengths, "fp64", "torch")
     for (score, tree), (true_score, _), words in zip(found, truth, small.lengths, strict=True):
-        if not abs(score - true_score) <= TOLERANCE * max(abs(true_score), words):
+        if not abs(score - true_score) <= TOLERANCE_OF_TREES * max(abs(true_score), words):
             return f"WRONG: score {score}, in fp64 {true_score}"
         if not is_binary_tree([(first, end) for first, end, _ in tree], words):
             return "WRONG: not a binary tree"
@@ -66,7 +65,7 @@ def _problem(size: Size, device: torch.device, backend: str) -> str | None:
 
 
 def is_binary_tree(spans: list[tuple[int, int]], words: int) -> bool:
-    """Parents before children, left before right: every span of two words or more splits into the two below it."""
+    """Whether every span of two words or more splits into two others; parents come first, then left, then right."""
     following = iter(spans)
 
     def derives(first: int, end: int) -> bool:
@@ -81,7 +80,7 @@ def is_binary_tree(spans: list[tuple[int, int]], words: int) -> bool:
 
 
 def _milliseconds(size: Size, device: torch.device, backend: str, repeats: int) -> float:
-    """Median over passes with the trees on the host."""
+    """Measure the median over passes that end with the trees on the host."""
     inputs = [tensor.detach() for tensor in make_inputs(size, "fp32", device)]
     times = []
     for _ in range(repeats + 1):  # the first compiles

@@ -4,8 +4,9 @@ log_normalizers       [P] of states over words: the P x V matrix is made block b
 child_probabilities   [N, N+P] twice: logits block by block, probabilities written once in the type of the rules
 """
 
+from flash_inside.precision import product_precision
 from flash_inside.softmax.children import child_probabilities
 from flash_inside.softmax.normalizers import log_normalizers
-from flash_inside.softmax.products import product_precision, rounded
+from flash_inside.softmax.products import rounded
 
 __all__ = ["child_probabilities", "log_normalizers", "product_precision", "rounded"]

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_inside.precision import product_precision
 from flash_inside.softmax import rows
-from flash_inside.softmax.products import LARGEST_BLOCK, add, blocks, check_wide, multiply, operand, product_precision
+from flash_inside.softmax.products import LARGEST_BLOCK, add, blocks, check_wide, multiply, operand
 
 
 def child_probabilities(

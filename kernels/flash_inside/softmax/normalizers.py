@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_inside.precision import product_precision
 from flash_inside.softmax import rows
 from flash_inside.softmax.products import (
     LARGEST_BLOCK,
@@ -15,7 +16,6 @@ from flash_inside.softmax.products import (
     check_wide,
     multiply,
     operand,
-    product_precision,
     whole_lines,
 )
 

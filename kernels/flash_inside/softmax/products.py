@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flash_inside.scaled import matmul_precision, product
+from flash_inside.precision import product
 
 #: Logits of a block, at most: 512 MiB in fp32.
 LARGEST_BLOCK = 1 << 27
 
 
-PRECISIONS = ("fp64", "fp32", "tf32", "bf16")
-
-
-def product_precision(precision: str) -> AbstractContextManager[None]:
-    """For fp32 tensors: "fp32" is true fp32, everything below it may use TF32."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}")
-    return matmul_precision("tf32" if precision == "bf16" else precision)
-
-
 def check_wide(*tables: Tensor) -> None:
-    """Logits have the type of the tables, and in a narrower one than fp32 they would be wrong by tenths."""
+    """Refuse narrow tables. Logits have the type of the tables, and below fp32 they would be wrong by tenths."""
     for table in tables:
         if table.dtype not in (torch.float32, torch.float64):
             raise ValueError(
@@ -40,17 +29,17 @@ def _is_narrowed(table: Tensor, precision: str) -> bool:
 
 
 def operand(table: Tensor, precision: str) -> Tensor:
-    """The table as a factor of large products: in bf16 if asked for, else as it is (fp64 stays fp64)."""
+    """Return the table as a factor of large products: in bf16 if asked for, else as it is (fp64 stays fp64)."""
     return table.to(torch.bfloat16) if _is_narrowed(table, precision) else table
 
 
 def rounded(table: Tensor, precision: str) -> Tensor:
-    """The values of `operand` in the type of the table: products of them equal those of the operands."""
+    """Return the values of `operand` in the type of the table: products of them equal those of the operands."""
     return _Rounded.apply(table) if _is_narrowed(table, precision) else table
 
 
 class _Rounded(torch.autograd.Function):
-    """To bf16 and back. Autograd's own derivative of that would round the gradient as well, batch by batch."""
+    """Rounds to bf16 and back. Autograd's own derivative of that would round the gradient as well, batch by batch."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor) -> Tensor:
@@ -62,7 +51,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def whole_lines(table: Tensor) -> Tensor:
-    """The table with rows of zeros added up to a multiple of 16.
+    """Add rows of zeros to the table, up to a multiple of 16.
 
     Every row of a matrix with so many columns begins at a multiple of 16 bytes. PTB has 9,999 words: without this the
     products of the emission took twice as long on an H200, 3.0 ms of a step at N 4096 instead of 1.0.
@@ -72,17 +61,17 @@ def whole_lines(table: Tensor) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor, result: torch.dtype) -> Tensor:
-    """a @ b, accumulated and returned in `result`."""
+    """Return a @ b, accumulated and returned in the type `result`."""
     return product(a, b, result)
 
 
 def add(part: Tensor, to: Tensor | None) -> Tensor:
-    """The sum so far: None before the first part."""
+    """Add a part to the sum so far, which is None before the first part."""
     return part if to is None else to.add_(part)
 
 
 def blocks(rows: int, columns: int, largest: int) -> Iterator[slice]:
-    """As few blocks of rows as fit (one row at least), all of about the same size."""
+    """Yield as few blocks of rows as `largest` allows (one row at least), all of about the same size."""
     most = max(1, largest // max(1, columns))
     step = max(1, -(-rows // max(1, -(-rows // most))))
     for first in range(0, rows, step):

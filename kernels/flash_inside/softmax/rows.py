@@ -1,8 +1,7 @@
 """The passes over rows of logits or probabilities: one Triton kernel each on a GPU, PyTorch elsewhere.
 
-Without Triton PyTorch does them on a GPU too, slower; a warning says so.
-
-All are exact in the type of their input except for rounding; what they write may be narrower.
+On a GPU without Triton PyTorch does them too, more slowly, and a warning says so. They compute in the type of their
+input; what they write may be narrower.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_inside.triton_installed import in_triton
+from flash_inside.devices import in_triton
 
 
 def log_sum_exp(logits: Tensor, columns: int, out: Tensor) -> None:
-    """Over the first columns: [R, C] -> [R]."""
+    """Compute logsumexp over the first columns: [R, C] -> [R]."""
     if in_triton(logits):
-        from flash_inside.softmax import triton_rows
+        from flash_inside.triton import rows as kernels
 
-        triton_rows.log_sum_exp(logits, columns, out)
+        kernels.log_sum_exp(logits, columns, out)
     else:
         torch.logsumexp(logits[:, :columns], dim=1, out=out)
 
@@ -29,20 +28,20 @@ def scaled_exp(logits: Tensor, columns: int, log_divisor: Tensor, factor: Tensor
     `out` may be the logits themselves.
     """
     if in_triton(logits):
-        from flash_inside.softmax import triton_rows
+        from flash_inside.triton import rows as kernels
 
-        triton_rows.scaled_exp(logits, columns, log_divisor, factor, out)
+        kernels.scaled_exp(logits, columns, log_divisor, factor, out)
     else:
         out[:, :columns] = (logits[:, :columns] - log_divisor[:, None]).exp_().mul_(factor[:, None])
         out[:, columns:] = 0
 
 
 def softmax(logits: Tensor, out: Tensor) -> None:
-    """[R, C] -> [R, C] in the type of `out`."""
+    """Compute the softmax of every row: [R, C] -> [R, C] in the type of `out`."""
     if in_triton(logits):
-        from flash_inside.softmax import triton_rows
+        from flash_inside.triton import rows as kernels
 
-        triton_rows.softmax(logits, out)
+        kernels.softmax(logits, out)
     else:
         out.copy_(torch.softmax(logits, dim=1))
 
@@ -54,9 +53,9 @@ def softmax_gradient(probabilities: Tensor, gradient: Tensor, out: Tensor) -> No
     row, which means nothing to a softmax, would come through times that error.
     """
     if in_triton(gradient):
-        from flash_inside.softmax import triton_rows
+        from flash_inside.triton import rows as kernels
 
-        triton_rows.softmax_gradient(probabilities, gradient, out)
+        kernels.softmax_gradient(probabilities, gradient, out)
     else:
         wide = probabilities.to(gradient.dtype)
         mean = (wide * gradient).sum(1, keepdim=True) / wide.sum(1, keepdim=True)

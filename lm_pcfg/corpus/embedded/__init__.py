@@ -35,14 +35,14 @@ def best_possible(lines: Iterable[Sequence[str]]) -> "SourceScore":
 
 
 def derivation_entropy() -> float:
-    """Of the source, in nats."""
+    """Return the entropy of a derivation of the source, in nats."""
     from lm_pcfg.corpus.embedded.entropy import derivation_entropy
 
     return derivation_entropy(source_pcfg())
 
 
 def expected_length() -> float:
-    """Mean number of words of a sentence of the source."""
+    """Return the mean number of words of a sentence of the source."""
     from lm_pcfg.corpus.embedded.entropy import expected_length
 
     return expected_length(source_pcfg())

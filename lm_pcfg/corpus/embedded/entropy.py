@@ -10,8 +10,8 @@ from lm_pcfg.corpus.embedded.templates import WordPCFG
 def _per_derivation(grammar: WordPCFG, per_symbol: dict[str, float]) -> float:
     """Expected sum, over all symbols of a derivation, of a quantity that each symbol contributes.
 
-    With x[A] what a derivation from A adds up to: x = own + M x, M[A, B] the expected children B of A. Solving is
-    possible where the grammar is subcritical.
+    Let x[A] be what a derivation from A adds up to: x = own + M x, M[A, B] the expected number of children B of
+    A. This can be solved if the grammar is subcritical.
     """
     index = {symbol: position for position, symbol in enumerate(grammar.symbols)}
     children = np.zeros((len(index), len(index)))
@@ -24,7 +24,7 @@ def _per_derivation(grammar: WordPCFG, per_symbol: dict[str, float]) -> float:
 
 
 def derivation_entropy(grammar: WordPCFG) -> float:
-    """In nats. It bounds the entropy of the string from above: several derivations may give the same string."""
+    """Return the entropy in nats. That of the string is at most as large: several derivations may give it."""
     per_symbol = dict.fromkeys(grammar.nonterminals, 0.0)
     for rule, probability in grammar.rule_probabilities():
         per_symbol[rule.parent] -= probability * math.log(probability)

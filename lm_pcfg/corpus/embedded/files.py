@@ -33,7 +33,7 @@ def checksums(files: dict[str, bytes]) -> dict[str, str]:
 
 
 def materialise(folder: Path) -> dict[str, Path]:
-    """Write what is missing or differs; several processes may do so at once. The paths by file name."""
+    """Write what is missing or differs; several processes may do so at once. Return the paths by file name."""
     paths = {name: folder / name for name in SHA256}
     if all(_is_right(path, SHA256[name]) for name, path in paths.items()):
         return paths

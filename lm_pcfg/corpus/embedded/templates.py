@@ -1,4 +1,4 @@
-"""From rule templates and word lists to a plain PCFG with integer weights.
+"""Expand rule templates and word lists into a plain PCFG with integer weights.
 
 Everything up to the probabilities is integer arithmetic, so the grammar is the same on every machine.
 """

@@ -1,0 +1,185 @@
+"""Plots as SVG text: learning curves, the parts of a training step, the times of kernels.
+
+No plotting library is needed to draw them, or to look at them. Rows of benchmarks are as they stand in the CSV.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+
+from lm_pcfg.inference.report import Point, Run
+
+Row = Mapping[str, object]
+
+GRID = "#dddddd"
+# ---- learning curves
+RUN_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"]
+PANEL_WIDTH, PANEL_HEIGHT, TOP, GAP = 430, 320, 44, 60  # of a panel; above it; left of it
+MOST_ABOVE_LOWEST = 4.0  # the beginning, far above the rest, is cut off: it would leave no room for the differences
+# ---- bars
+BARS_WIDTH = 900
+PART_COLOURS = {"networks": "#0072b2", "emission": "#56b4e9", "inside": "#e69f00", "backward": "#009e73",
+                "optimizer": "#999999"}  # fmt: skip
+METHOD_COLOURS = {"triton": "#0072b2", "torch": "#56b4e9", "log-einsum-exp": "#e69f00", "log-sum-exp": "#999999"}
+
+
+def draw_curves(runs: Sequence[Run], reach: float | None = None) -> str:
+    """Draw validation (solid, dots) and training (dashed) perplexity of all runs, and a line at `reach`."""
+    points = [point for run in runs for point in (*run.train, *run.valid)]
+    values = [point.perplexity for point in points if _is_finite(point)]
+    values += [reach] if reach is not None else []
+    low = min(values, default=1.0) * 0.97
+    high = max(low * 1.1, min(max(values, default=10.0) * 1.03, low * MOST_ABOVE_LOWEST))
+
+    def y(perplexity: float) -> float:
+        return TOP + PANEL_HEIGHT * (1 - math.log(perplexity / low) / math.log(high / low))
+
+    def panel(left: int, title: str, across: Callable[[Point], float]) -> list[str]:
+        end = max(map(across, points), default=0.0) or 1.0
+
+        def x(value: float) -> float:
+            return left + PANEL_WIDTH * value / end
+
+        bottom, clip = TOP + PANEL_HEIGHT, f"panel{left}"
+        area = f'<rect x="{left}" y="{TOP}" width="{PANEL_WIDTH + 4}" height="{PANEL_HEIGHT}"/>'
+        parts = [f'<clipPath id="{clip}">{area}</clipPath>']
+        for tick in _ticks(end):
+            parts.append(_line([(x(tick), TOP), (x(tick), bottom)], GRID))
+            parts.append(_text(x(tick), bottom + 16, f"{tick:,g}", "middle"))
+        for tick in _logarithmic_ticks(low, high):
+            parts.append(_line([(left, y(tick)), (left + PANEL_WIDTH, y(tick))], GRID))
+            parts.append(_text(left - 6, y(tick) + 4, f"{tick:g}", "end"))
+        parts.append(f'<g clip-path="url(#{clip})" fill="none">')
+        if reach is not None:
+            parts.append(_line([(left, y(reach)), (left + PANEL_WIDTH, y(reach))], "#000000", 'stroke-dasharray="2 3"'))
+        for number, run in enumerate(runs):
+            colour = _colour(number)
+            for curve, style in ((run.train, 'stroke-dasharray="4 2" opacity="0.5"'), (run.valid, 'stroke-width="2"')):
+                places = [(x(across(point)), y(point.perplexity)) for point in curve if _is_finite(point)]
+                parts += [_line(places, colour, style)] if places else []
+                if curve is run.valid:
+                    parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in places]
+        return [*parts, "</g>", _text(left + PANEL_WIDTH / 2, bottom + 34, title, "middle")]
+
+    longest = max((point.seconds for point in points), default=0.0)
+    unit, seconds = ("minutes", 60.0) if longest >= 120 else ("seconds", 1.0)
+    parts = [
+        _text(8, 18, "Perplexity: validation (solid) and training (dashed)"),
+        *panel(GAP, f"training time, {unit}", lambda point: point.seconds / seconds),
+        *panel(PANEL_WIDTH + 2 * GAP, "steps", lambda point: point.step),
+    ]
+    bottom = TOP + PANEL_HEIGHT + 60
+    for number, run in enumerate(runs):
+        best = run.best()
+        label = f"{run.name}: {best.perplexity:.2f} at step {best.step:,}" if best else f"{run.name}: no evaluation"
+        parts.append(_line([(GAP, bottom - 4), (GAP + 24, bottom - 4)], _colour(number), 'stroke-width="3"'))
+        parts.append(_text(GAP + 32, bottom, label))
+        bottom += 18
+    return _picture(2 * (PANEL_WIDTH + GAP) + 20, bottom, parts)
+
+
+def draw_steps(rows: Sequence[Row]) -> str:
+    """Draw the milliseconds of the parts of a training step, a stacked bar for each row of `bench step`."""
+    bar, left, right = 24, 150, 190
+    timed = [row for row in rows if row["step_ms"] not in ("", None)]
+    totals = [sum(_number(row, f"{part}_ms") for part in PART_COLOURS) for row in timed]
+    scale = (BARS_WIDTH - left - right) / max([*totals, 1e-9])
+    parts = [_text(8, 18, f"Training step, ms (nonterminals x sentences). {_machine(timed)}")]
+    for number, (part, colour) in enumerate(PART_COLOURS.items()):
+        parts += [_bar(8 + 110 * number, 28, 12, 12, colour), _text(24 + 110 * number, 39, part)]
+    y = 54
+    for row in timed:
+        parts.append(_text(8, y + 15, f"{row['nonterminals']} x {row['sentences']}"))
+        x = float(left)
+        for part, colour in PART_COLOURS.items():
+            width = _number(row, f"{part}_ms") * scale
+            parts.append(_bar(x, y, width, bar - 6, colour))
+            x += width
+        parts.append(_text(x + 6, y + 14, f"{row['step_ms']} ms, {_number(row, 'words_per_second'):,.0f} words/s"))
+        y += bar
+    return _picture(BARS_WIDTH, y + 10, parts)
+
+
+def draw_kernels(rows: Sequence[Row]) -> str:
+    """Draw milliseconds on a logarithmic axis, a bar for each row of `bench inside`, grouped by size."""
+    bar, gap, left, right = 16, 14, 190, 90
+    timed = [row for row in rows if row["p50_ms"] not in ("", None)]
+    times = [_number(row, "p50_ms") for row in timed]
+    low = math.floor(math.log10(min(times, default=1.0)))
+    high = max(math.ceil(math.log10(max(times, default=1.0)) + 1e-9), low + 1)
+
+    def x(milliseconds: float) -> float:
+        return left + (BARS_WIDTH - left - right) * (math.log10(milliseconds) - low) / (high - low)
+
+    bars, y, previous = [], 40, None
+    for row, time in zip(timed, times, strict=True):
+        size, method = f"{row['nonterminals']} x {row['words']} x {row['sentences']}", str(row["method"])
+        if size != previous:
+            y += gap if previous else 0
+            bars.append(_text(left - 8, y + 12, size, "end"))
+            previous = size
+        bars.append(_bar(left, y, x(time) - left, bar - 2, METHOD_COLOURS.get(method, "#000000")))
+        bars.append(_text(x(time) + 4, y + 12, f"{time:.3g} ms {method}"))
+        y += bar
+    powers = [10.0**power for power in range(low, high + 1)]
+    axis = [_line([(x(power), 30), (x(power), y + 4)], GRID) for power in powers]  # behind the bars
+    labels = [_text(x(power), y + 18, f"{power:g}", "middle") for power in powers]
+    title = f"Inside algorithm, forward + backward, ms (nonterminals x words x sentences). {_machine(timed)}"
+    return _picture(BARS_WIDTH, y + 30, [*axis, *bars, *labels, _text(8, 18, title)])
+
+
+# ---- what the drawings are made of ----------------------------------------------------------------------------------
+
+
+def _picture(width: int, height: int, parts: Sequence[str]) -> str:
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _bar(x: float, y: float, width: float, height: float, colour: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" fill="{colour}"/>'
+
+
+def _line(points: Sequence[tuple[float, float]], colour: str, style: str = "") -> str:
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    return f'<path d="M{path}" stroke="{colour}"{" " * bool(style)}{style}/>'
+
+
+def _colour(number: int) -> str:
+    return RUN_COLOURS[number % len(RUN_COLOURS)]
+
+
+def _number(row: Row, field: str) -> float:
+    return float(str(row[field]))
+
+
+def _machine(rows: Sequence[Row]) -> str:
+    """Say on which machine and when the rows were measured."""
+    return f"{rows[0]['device']}, torch {rows[0]['torch']}, {rows[0]['date']}" if rows else ""
+
+
+def _is_finite(point: Point) -> bool:
+    return 0 < point.perplexity < math.inf
+
+
+def _ticks(end: float) -> list[float]:
+    """Return some round numbers from 0 to end, eight steps at most."""
+    power = 10.0 ** math.floor(math.log10(end / 8))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * 8 >= end * 0.999)
+    return [step * number for number in range(int(end / step * 1.001) + 1)]
+
+
+def _logarithmic_ticks(low: float, high: float) -> list[float]:
+    """Return some round numbers from low to high, where equal distances are equal ratios."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 1.1, 1.2, 1.3, 1.5, 1.7, 2, 2.5, 3, 4, 5, 6, 8)
+    return [tick for power in powers for factor in factors if low <= (tick := factor * 10.0**power) <= high]

@@ -1,0 +1,41 @@
+"""What commands share: options that several of them take, and how they print results for people or for machines."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Annotated, Any, Literal
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+WeightsOption = Annotated[
+    Literal["auto", "ema", "raw"], typer.Option(help="Averaged weights where there are any (auto), or one kind.")
+]
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
+
+
+def print_json(report: dict[str, Any]) -> None:
+    """Print JSON as the standard has it: null stands for what is not finite."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}
+    print(json.dumps(finite, allow_nan=False))
+
+
+def print_table(report: dict[str, Any], out: Any = None) -> None:
+    """Print a line for each entry, to standard output unless another stream is given."""
+    width = max(map(len, report))
+    for name, value in report.items():
+        if isinstance(value, float):
+            shown = f"{value:,.4f}"
+        else:
+            shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+        print(f"{name:<{width}}  {shown}", file=out or sys.stdout)
+
+
+def show(report: dict[str, Any], as_json: bool) -> None:
+    """Print a report in the form that was asked for."""
+    if as_json:
+        print_json(report)
+    else:
+        print_table(report)

@@ -1,0 +1,67 @@
+"""`lm_pcfg score` computes the perplexity of a text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from lm_pcfg.commands.output import DeviceOption, Json, WeightsOption, print_json, print_table
+from lm_pcfg.console import progress
+
+
+def score(
+    file: Annotated[str, typer.Argument(help="Text with one sentence a line, - (standard input), or embedded:test.")],
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Checkpoint or run folder; default: the best checkpoint of the newest run under runs/. If it is given "
+            "several times, the even mixture of these grammars is scored."
+        ),
+    ] = None,
+    per_sentence: Annotated[bool, typer.Option(help="Print the natural log-probability of every line.")] = False,
+    as_json: Json = False,
+    max_length: Annotated[int, typer.Option(min=1, help="Skip lines of more words.")] = 250,
+    precision: Annotated[
+        Literal["fp64", "fp32", "tf32", "bf16"], typer.Option(help="Precision of the inside algorithm.")
+    ] = "fp32",
+    root: Annotated[
+        Literal["trained", "nonterminals"],
+        typer.Option(help="nonterminals: renormalise to the paper's root, which skips one-word lines."),
+    ] = "trained",
+    weights: WeightsOption = "auto",
+    device: DeviceOption = "auto",
+    batch_cost: Annotated[int, typer.Option(min=1, help="Size of a batch: the sum of its lengths squared.")] = 25_600,
+) -> None:
+    """Compute the perplexity of a text, or the log-probability of each of its lines."""
+    if per_sentence and as_json:
+        raise typer.BadParameter("--per-sentence and --json exclude each other: choose one")
+    from lm_pcfg.inference.lines import count_lines
+    from lm_pcfg.inference.model import load_trained
+    from lm_pcfg.inference.score import TextScore, score_lines, score_report
+
+    paths: list[Path | None] = [*checkpoint] if checkpoint else [None]
+    mixture = [load_trained(path, weights=weights, device=device) for path in paths]
+    if root == "nonterminals":
+        mixture = [one.with_root_over_nonterminals() for one in mixture]
+    result = TextScore()
+    # Values on a terminal are progress enough.
+    with progress("lines scored", count_lines(file), show=not (per_sentence and sys.stdout.isatty())) as bar:
+        values = score_lines(
+            mixture, file, result, max_length=max_length, precision=precision, batch_cost=batch_cost,
+            warn=lambda message: bar.message(f"warning: {message}"), on_lines=lambda lines: bar.advance(lines),
+        )  # fmt: skip
+        for value in values:
+            if per_sentence:
+                print("" if value is None else f"{value:.9g}")
+    report = score_report(mixture, file, result, precision)
+    if as_json:
+        print_json(report)
+        return
+    out = sys.stderr if per_sentence else sys.stdout
+    print_table(report, out)
+    if "best_possible_ppl" in report:
+        best, own = report["best_possible_ppl"], report["ppl_per_word"]  # the embedded corpus is made of words
+        print(f"perplexity {own:.3f}, best possible {best:.3f}, ratio {own / best:.4f}", file=out)

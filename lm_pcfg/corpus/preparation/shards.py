@@ -1,0 +1,271 @@
+"""Making the shards of a prepared corpus: each is whole or absent, and what is finished is never made again.
+
+A shard is written beside, made durable and renamed; then, in the same way, a small file with its counts and hash. A
+shard counts as finished if that file is there and the hash is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_pcfg.corpus.lengths import Histogram
+from lm_pcfg.corpus.pieces import AnyVocabulary
+from lm_pcfg.corpus.preparation.hub import rows_of_split
+from lm_pcfg.corpus.shards.files import Chunk, OnError, Row, ShardError, scan
+from lm_pcfg.corpus.shards.lines import lines_of
+from lm_pcfg.corpus.shards.prepared import IDS, ROW_GROUP_LINES, SHARDS, ShardEntry, problem_with
+from lm_pcfg.corpus.text import TextError, read_lines
+from lm_pcfg.corpus.treebank import TreeError, read_trees, words_of
+from lm_pcfg.storage.durable import replace_file
+
+ROWS_AT_A_TIME = 16_384
+SHARD_BYTES = 256 << 20  # of text: long lines make shards of fewer
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file, or one split of a text on the hub or of a folder in its layout."""
+
+    number: int
+    name: str
+    split: str | None = None  # of the hub
+    configuration: str | None = None
+    size: int = 0  # of the file, or of all files of the folder
+    changed: int = 0  # when, in nanoseconds; of a folder, a hash of the names, sizes and times of its files
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    field: str = "text"
+    trees: bool = False
+    on_error: OnError = "fail"
+
+
+@dataclass
+class Counts:
+    lines: int = 0  # in the shards
+    words: int = 0  # between white space
+    tokens: int = 0  # words or pieces of the vocabulary
+    unknown: int = 0
+    bytes: int = 0  # of the words joined by single spaces
+    blank: int = 0  # lines left out
+    unreadable: int = 0  # lines left out: invalid UTF-8 or JSON
+
+    def add(self, other: Counts) -> None:
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass(frozen=True)
+class Task:
+    """The rows of which one shard is to be made."""
+
+    input: Input
+    part: int  # of its input
+    rows: list[Row]
+    first_row: int
+
+    @property
+    def file(self) -> str:
+        return f"shard-{self.input.number:05d}-{self.part:05d}.parquet"
+
+
+@dataclass
+class Finished:
+    entry: ShardEntry
+    counts: Counts
+    rows: int
+    fresh: bool = True  # made now, not found
+
+    def to_json(self) -> dict[str, Any]:
+        return {"entry": self.entry.to_json(), "counts": asdict(self.counts), "rows": self.rows}
+
+
+@dataclass
+class Reading:
+    """What was found while the inputs were read."""
+
+    damage: list[str] = field(default_factory=list)
+    rows: dict[str, int] = field(default_factory=dict)  # by input
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def rows_of(source: Input, options: ReadOptions) -> Iterator[list[Row]]:
+    """Yield some rows at a time (of a treebank, a tree a row); raise ShardError where the input is damaged."""
+    if source.split is not None:
+        texts: Iterator[Row] = rows_of_split(source.name, source.split, (options.field,), source.configuration)
+    elif options.trees:
+        texts = _trees(source)
+    else:
+        for _, part in scan(Path(source.name), source.number, options.field, ROWS_AT_A_TIME):
+            yield part
+        return
+    rows: list[Row] = []
+    try:
+        for row in texts:
+            rows.append(row)
+            if len(rows) == ROWS_AT_A_TIME:
+                yield rows
+                rows = []
+    except ShardError:
+        if rows:
+            yield rows  # what came before the damage is not lost
+        raise
+    if rows:
+        yield rows
+
+
+def _trees(source: Input) -> Iterator[Row]:
+    try:
+        yield from read_trees(line for _, line in read_lines(Path(source.name)))
+    except (TreeError, TextError) as error:
+        message = str(error)
+        raise ShardError(message if message.startswith(source.name) else f"{source.name}: {message}") from None
+
+
+def lines_of_rows(task: Task, options: ReadOptions) -> list[str | None]:
+    source, rows = task.input, task.rows
+    if options.trees:
+        return [" ".join(words_of(str(tree))) for tree in rows]
+    if source.split is not None:
+        return [line for row in rows for line in str(row or "").removesuffix("\n").split("\n")]
+    chunk = Chunk(source.number, task.first_row, len(rows))
+    return lines_of(rows, chunk, Path(source.name), options.field, options.on_error)
+
+
+def tasks_of(source: Input, options: ReadOptions, shard_lines: int, reading: Reading) -> Iterator[Task]:
+    """Divide the rows of an input into tasks of one shard each."""
+    waiting: list[Row] = []
+    part = first_row = 0
+    try:
+        for rows in rows_of(source, options):
+            waiting += rows
+            while len(waiting) >= shard_lines or sum(len(row or "") for row in waiting) >= SHARD_BYTES:
+                task = Task(source, part, waiting[:shard_lines], first_row)
+                yield task
+                waiting, part, first_row = waiting[shard_lines:], part + 1, first_row + len(task.rows)
+    except ShardError as error:
+        if options.on_error == "fail":
+            raise
+        reading.damage.append(str(error))
+    if waiting:
+        yield Task(source, part, waiting, first_row)
+    reading.rows[source.name] = first_row + len(waiting)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def _made_of(task: Task, options: ReadOptions, vocabulary: AnyVocabulary) -> dict[str, Any]:
+    """Return what the content of a shard depends on."""
+    return {
+        "input": asdict(task.input), "first_row": task.first_row, "rows": len(task.rows), "field": options.field,
+        "trees": options.trees, "vocabulary": vocabulary.hash,
+    }  # fmt: skip
+
+
+def finished(folder: Path, task: Task, options: ReadOptions, vocabulary: AnyVocabulary) -> Finished | None:
+    """Return the shard that an earlier call made of these rows, if it is whole."""
+    try:
+        stored = json.loads(_note(folder, task.file).read_bytes())
+        entry = ShardEntry.from_json(stored["entry"])
+        found = Finished(entry, Counts(**stored["counts"]), int(stored["rows"]), fresh=False)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if stored.get("made_of") != _made_of(task, options, vocabulary):
+        return None
+    if problem_with(folder / SHARDS / task.file, entry) is not None:
+        return None
+    if found.counts.unreadable and options.on_error == "fail":
+        return None  # made with on_error: skip; now it should be an error
+    return found
+
+
+def _note(folder: Path, file: str) -> Path:
+    return folder / SHARDS / f"{file}.json"
+
+
+def write_shard(folder: Path, task: Task, options: ReadOptions, vocabulary: AnyVocabulary) -> Finished:
+    lines = lines_of_rows(task, options)
+    columns: dict[str, list] = {"text": lines, "tree": task.rows} if options.trees else {}
+    counts = Counts(unreadable=sum(line is None for line in lines))
+    ids = vocabulary.tokenise([line or "" for line in lines])
+    full = [k for k, own in enumerate(ids) if own]
+    counts.blank = len(lines) - len(full) - counts.unreadable
+    lengths = np.array([len(ids[k]) for k in full], dtype=np.int64)
+    flat = np.fromiter((id for k in full for id in ids[k]), dtype=np.int32, count=int(lengths.sum()))
+    counts.lines, counts.tokens = len(full), len(flat)
+    counts.unknown = int(np.count_nonzero(flat == vocabulary.unknown_id))
+    for k in full:
+        words = (lines[k] or "").split()
+        counts.words += len(words)
+        counts.bytes += len(" ".join(words).encode("utf-8", "surrogatepass"))
+    entry = write_ids(
+        folder / SHARDS / task.file,
+        lengths,
+        flat,
+        {name: [values[k] for k in full] for name, values in columns.items()},
+    )
+    result = Finished(entry, counts, len(task.rows))
+    note = {**result.to_json(), "made_of": _made_of(task, options, vocabulary)}
+    replace_file(_note(folder, task.file), (json.dumps(note) + "\n").encode())
+    return result
+
+
+def write_ids(path: Path, lengths: np.ndarray, ids: np.ndarray, columns: dict[str, list] | None = None) -> ShardEntry:
+    """Write a shard that is complete or absent: under a temporary name first, fsynced, then renamed."""
+    import pyarrow
+    import pyarrow.parquet
+
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    table = pyarrow.table({
+        IDS: pyarrow.LargeListArray.from_arrays(offsets, ids).cast(pyarrow.list_(pyarrow.int32())),
+        **{name: pyarrow.array(values, pyarrow.string()) for name, values in (columns or {}).items()},
+    })  # fmt: skip
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    pyarrow.parquet.write_table(
+        table, beside, row_group_size=ROW_GROUP_LINES, compression="zstd", write_page_checksum=True
+    )
+    with beside.open("rb") as file:
+        os.fsync(file.fileno())
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    os.replace(beside, path)
+    starts = range(0, len(lengths), ROW_GROUP_LINES)
+    groups = tuple(Histogram.of(lengths[start : start + ROW_GROUP_LINES]) for start in starts)
+    return ShardEntry(path.name, sha256, path.stat().st_size, groups)
+
+
+def make_durable(folder: Path) -> None:
+    """Fsync the folders, so that the names of the shards are on disk before a manifest lists them."""
+    for path in (folder / SHARDS, folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # some network file systems cannot fsync a folder
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the files that a killed call was writing."""
+    for pattern in (".*.tmp", "*.tmp"):
+        for file in (folder / SHARDS).glob(pattern):
+            file.unlink(missing_ok=True)
+
+
+def forget_notes(folder: Path) -> None:
+    """Remove the notes on finished shards, once the manifest holds all of it."""
+    for file in (folder / SHARDS).glob("*.parquet.json"):
+        file.unlink(missing_ok=True)

@@ -1,0 +1,225 @@
+"""A prepared corpus: a folder with a vocabulary, shards of word ids, and a manifest that knows them all.
+
+    vocab/           words.txt or pieces.model
+    shards/*.parquet column `ids` (list of int32), 16,384 lines a row group; with trees also `text` and `tree`
+    manifest.json    counts, lengths, hashes, versions; written last, so a folder with a manifest is whole
+
+Shards hold no blank lines and no `<eos>`: that is added when a model wants it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_pcfg.corpus.lengths import Histogram
+from lm_pcfg.corpus.pieces import AnyVocabulary, load_vocabulary
+from lm_pcfg.corpus.sentences import Damage
+from lm_pcfg.corpus.shards.blocks import BlockText, ShardedCorpus, fingerprint_of, group_chunks
+from lm_pcfg.corpus.shards.files import Chunk, ShardError, changed, parquet_tables
+from lm_pcfg.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SHARDS = "shards"
+VOCABULARY = "vocab"
+IDS = "ids"
+ROW_GROUP_LINES = 16_384
+
+
+class PreparedError(UserError):
+    """A prepared corpus that cannot be used; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """What the manifest knows of a shard."""
+
+    file: str
+    sha256: str
+    size: int
+    groups: tuple[Histogram, ...]  # one a row group
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file": self.file,
+            "sha256": self.sha256,
+            "size": self.size,
+            "lines": sum(group.lines for group in self.groups),
+            "row_groups": [group.to_json() for group in self.groups],
+        }
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> ShardEntry:
+        groups = tuple(Histogram.from_json(group) for group in entry["row_groups"])
+        return cls(file=str(entry["file"]), sha256=str(entry["sha256"]), size=int(entry["size"]), groups=groups)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    folder: Path
+    content: dict[str, Any]
+    shards: tuple[ShardEntry, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.content["counts"]
+
+
+def is_prepared(path: str | Path) -> bool:
+    return (Path(path) / MANIFEST).is_file()
+
+
+def unfinished(path: str | Path) -> bool:
+    """Whether `prepare` was stopped in this folder before its end."""
+    return (Path(path) / SHARDS).is_dir() and not is_prepared(path)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    file = folder / MANIFEST
+    try:
+        content = json.loads(file.read_bytes())
+        if content.get("format") != FORMAT:
+            raise PreparedError(f"{file}: format {content.get('format')!r}; this version reads {FORMAT}")
+        shards = tuple(ShardEntry.from_json(entry) for entry in content["shards"])
+    except OSError as error:
+        raise PreparedError(f"{file}: cannot be read ({error.strerror}); make it with lm_pcfg prepare") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise PreparedError(f"{file}: damaged ({reason}); make the corpus again with lm_pcfg prepare") from None
+    return Manifest(folder, content, shards)
+
+
+def manifest_text(content: dict[str, Any]) -> str:
+    """Format a manifest as JSON, with a key or a shard on each line."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items() if key != "shards"]
+    shards = ",\n".join(json.dumps(shard) for shard in content["shards"])
+    return "{\n" + ",\n".join([*lines, f'"shards": [\n{shards}\n]']) + "\n}\n"
+
+
+def vocabulary_of(manifest: Manifest) -> AnyVocabulary:
+    vocabulary = load_vocabulary(manifest.folder / VOCABULARY)
+    if vocabulary.hash != manifest.content["vocabulary"]["sha256"]:
+        raise PreparedError(
+            f"{manifest.folder}: its vocabulary is not the one its shards were made with; prepare again"
+        )
+    return vocabulary
+
+
+def verify(manifest: Manifest) -> None:
+    """Check size and hash of every shard."""
+    for entry in manifest.shards:
+        problem = problem_with(manifest.folder / SHARDS / entry.file, entry)
+        if problem:
+            raise PreparedError(f"{manifest.folder / SHARDS / entry.file}: {problem}; prepare the corpus again")
+
+
+def problem_with(path: Path, entry: ShardEntry) -> str | None:
+    """Say in words what is wrong with a shard; None: nothing."""
+    try:
+        if path.stat().st_size != entry.size:
+            return f"{path.stat().st_size:,} bytes instead of {entry.size:,}"
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+                return "its content does not match its sha256"
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """Summarise a corpus for `lm_pcfg prepare` and `lm_pcfg info`."""
+    content = manifest.content
+    lengths = Histogram.sum([group for entry in manifest.shards for group in entry.groups])
+    middle = int(np.searchsorted(np.cumsum(lengths.counts), lengths.lines / 2)) if lengths.lines else 0
+    return {
+        "corpus": str(manifest.folder),
+        **manifest.counts,
+        "mean_length": lengths.words / max(1, lengths.lines),
+        "median_length": int(lengths.lengths[middle]) if lengths.lines else 0,
+        "longest": int(lengths.lengths.max(initial=0)),
+        "vocabulary": content["vocabulary"]["kind"],
+        "types": content["vocabulary"]["types"],
+        "vocabulary_hash": content["vocabulary"]["sha256"],
+        "shards": len(manifest.shards),
+        "bytes_on_disk": sum(entry.size for entry in manifest.shards),
+        "damaged_inputs": len(content["damage"]),
+        "prepared_with": " ".join(f"{name} {version}" for name, version in content["versions"].items()),
+    }
+
+
+class PreparedCorpus(ShardedCorpus):
+    """Blocks are row groups, read in any order. Damage of a page is found by its checksum when it is read."""
+
+    def __init__(self, folder: Path, vocabulary: AnyVocabulary, block_lines: int = ROW_GROUP_LINES):
+        """vocabulary: the one that the corpus was prepared with; `<eos>` may have been added."""
+        manifest = read_manifest(folder)
+        made_with = vocabulary_of(manifest)
+        if vocabulary.end_id is not None:
+            made_with = made_with.with_end_of_sentence()
+        if made_with.hash != vocabulary.hash:
+            raise PreparedError(
+                f"{folder}: was prepared with another vocabulary than this run has; prepare it with --vocabulary "
+                "FOLDER (the other corpus, or the run's vocab/)"
+            )
+        self._vocabulary = vocabulary
+        self.name = str(folder)
+        # What `prepare --on-error skip` had to leave out is missing here, too.
+        self.damage = Damage(list(manifest.content["damage"]), manifest.counts.get("unreadable", 0))
+        self._files = [folder / SHARDS / entry.file for entry in manifest.shards]
+        chunks = []
+        for number, entry in enumerate(manifest.shards):
+            first_row = 0
+            for group, histogram in enumerate(entry.groups):
+                chunks.append((Chunk(number, first_row, histogram.lines, start=group), histogram, True))
+                first_row += histogram.lines
+        self.blocks = group_chunks(chunks, block_lines)
+        shards, cuts = [entry.sha256 for entry in manifest.shards], [len(block.chunks) for block in self.blocks]
+        self.fingerprint = fingerprint_of([*shards, *cuts])
+
+    def check_sizes(self, on_missing: str) -> None:
+        """Find missing or cut shards before the first epoch; reading finds other damage. on_missing: fail | skip."""
+        for entry, file in zip(read_manifest(Path(self.name)).shards, self._files, strict=True):
+            try:
+                size = file.stat().st_size
+                problem = None if size == entry.size else f"{size:,} bytes instead of {entry.size:,}"
+            except OSError as error:
+                problem = error.strerror or "cannot be read"
+            if problem:
+                message = f"{file}: {problem}; put it back, or prepare the corpus again"
+                if on_missing == "fail":
+                    raise ShardError(message)
+                self.damage.files.append(message)
+
+    def read(self, block: int) -> BlockText:
+        ids, lengths = [], []
+        for chunk in self.blocks[block].chunks:
+            file = self._files[chunk.shard]
+            rows = 0
+            for array in parquet_tables(file, IDS, chunk.start):
+                ids.append(array.flatten().to_numpy(zero_copy_only=False).astype(np.int32, copy=False))
+                lengths.append(array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64))
+                rows += len(array)
+            if rows != chunk.rows:
+                raise changed(file)
+        all_lengths = _joined(lengths, np.int64)
+        if Histogram.of(all_lengths) != self.blocks[block].histogram:
+            raise changed(self._files[self.blocks[block].chunks[0].shard])
+        first = self.blocks[block].first_line
+        return BlockText(
+            ids=self._vocabulary.stored(_joined(ids, np.int32)),
+            offsets=np.concatenate([[0], np.cumsum(all_lengths)]),
+            lines=np.arange(first, first + len(all_lengths)),
+        )
+
+
+def _joined(parts: Sequence[np.ndarray], kind: Any) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, kind)

@@ -1,0 +1,96 @@
+"""What an optimizer step leaves out: symbols (state dropout) and coordinates of features.
+
+Both are functions of (seed, step) alone, so that they are the same on every rank, whatever its device, and after a
+resume. Processes that share the emission's normalisers have to agree on them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flash_inside.dropout import hashed_dropout
+from lm_pcfg.grammar.families.sections import PCFGSection
+
+
+class Kept(NamedTuple):
+    """Sorted numbers of the symbols that take part in a step."""
+
+    nonterminals: Tensor  # [kept N] of 0..N-1
+    preterminals: Tensor  # [kept P] of 0..P-1
+
+    def to(self, device: torch.device) -> Kept:
+        return Kept(*(numbers.to(device, non_blocking=True) for numbers in self))
+
+
+def draw_kept(nonterminals: int, preterminals: int, rate: float, *, seed: int, step: int) -> Kept | None:
+    """Draw the symbols that take part in a step; None keeps all.
+
+    Of 256 symbols and more the nearest multiple of 16 is kept: rows of other lengths are unaligned in memory, and
+    products of them several times slower on a GPU.
+    """
+    if rate <= 0.0:
+        return None
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, step, 0xD809])))
+
+    def subset(size: int) -> Tensor:
+        count = max(1, round(size * (1.0 - rate)))
+        if size >= 256 and count < size:
+            count = min(max(16, round(count / 16) * 16), (size - 1) // 16 * 16)
+        # Those with the smallest random numbers: half the time of generator.choice.
+        return torch.from_numpy(np.sort(np.argpartition(generator.random(size), count - 1)[:count]))
+
+    return Kept(subset(nonterminals), subset(preterminals))
+
+
+def state_dropout_rate(model: PCFGSection, step: int, total_steps: int) -> float:
+    """Return the fraction of the symbols that a step, counted from 0, leaves out."""
+    if model.state_dropout_until is None:
+        return model.state_dropout
+    return model.state_dropout * max(0.0, 1.0 - step / (model.state_dropout_until * total_steps))
+
+
+class FeatureDropout(NamedTuple):
+    """Dropout of coordinates: each is 0 with probability `rate`, by a hash of the key and its place."""
+
+    rate: float = 0.0
+    key: Tensor = torch.zeros(2, dtype=torch.int64)  # on any device
+
+    @classmethod
+    def of_step(cls, rate: float, *, seed: int, step: int) -> FeatureDropout:
+        if not rate:
+            return cls()
+        key = np.random.SeedSequence([seed, step, 2, 0xFEA7]).generate_state(2)
+        return cls(rate, torch.from_numpy(key.astype(np.int64)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return hashed_dropout(x, self.rate, self.key)
+
+
+class Dropout(NamedTuple):
+    """All that a step leaves out; the default is nothing."""
+
+    kept: Kept | None = None  # symbols; None: all
+    features: FeatureDropout = FeatureDropout()
+
+    @classmethod
+    def of_step(cls, model: PCFGSection, feature_rate: float, *, seed: int, step: int, total_steps: int) -> Dropout:
+        rate = state_dropout_rate(model, step, total_steps)
+        kept = draw_kept(model.nonterminals, model.preterminals, rate, seed=seed, step=step)
+        return cls(kept, FeatureDropout.of_step(feature_rate, seed=seed, step=step))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Steps of the same shape may share a CUDA graph."""
+        return () if self.kept is None else (len(self.kept.nonterminals), len(self.kept.preterminals))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*(self.kept or ()), *((self.features.key,) if self.features.rate else ()))
+
+    def to(self, device: torch.device) -> Dropout:
+        kept = None if self.kept is None else self.kept.to(device)
+        return Dropout(kept, self.features._replace(key=self.features.key.to(device)))

@@ -1,0 +1,117 @@
+"""The emission p(word | preterminal): a softmax over the words whose P x V matrix is never made as a whole.
+
+Its normalisers may be chunked across processes. Each of S processes computes those of its P/S preterminals; the group
+gathers the P numbers. In the backward pass the P gradients, which differ from process to process because their
+sentences do, are summed, and each process takes its part through its own P/S x V logits. Arithmetic falls by S; so does
+memory, if P/S x V logits are fewer than a block of them (flash_inside.softmax). What travels is P numbers, twice.
+
+The engine averages parameter gradients over all processes. Every normaliser's gradient is carried by one process of
+each group instead of by all, but as the sum over the group: the average is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flash_inside.softmax import log_normalizers, rounded
+
+
+class Group(Protocol):
+    """What shards need of a process group (distributed.collectives.ProcessGroup)."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]: ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor: ...
+
+
+class EmissionShards:
+    """The part of the normalisers that this process computes. All of the group have to make the same passes."""
+
+    def __init__(self, group: Group):
+        self.group, self.count = group, group.size
+
+    def part(self, preterminals: int, index: int | None = None) -> slice:
+        """The preterminals of a shard (by default this process's): sizes differ by one at most, and may be 0."""
+        index = self.group.rank if index is None else index
+        return slice(preterminals * index // self.count, preterminals * (index + 1) // self.count)
+
+    def gather(self, own: Tensor, preterminals: int) -> Tensor:
+        """The normalisers of all preterminals, in order, from those of every part; differentiable."""
+        return _Gathered.apply(own, self, preterminals)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shards: EmissionShards, preterminals: int) -> Tensor:
+        ctx.shards, ctx.preterminals = shards, preterminals
+        parts = [shards.part(preterminals, index) for index in range(shards.count)]
+        sizes = [part.stop - part.start for part in parts]
+        padded = own.new_zeros(max(sizes))
+        padded[: len(own)] = own.detach()
+        gathered = shards.group.all_gather(padded)
+        return torch.cat([values[:size] for values, size in zip(gathered, sizes, strict=True)])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        total = ctx.shards.group.all_reduce(gradient.clone(memory_format=torch.contiguous_format))
+        return total[ctx.shards.part(ctx.preterminals)], None, None
+
+
+class Emission(NamedTuple):
+    """p(word | preterminal) = softmax over the words of features . embeddings.
+
+    Only columns for the words at hand are ever asked for.
+    """
+
+    features: Tensor  # [P, d] of the preterminals
+    embeddings: Tensor  # [V, d] of the words
+    log_normalizers: Tensor  # [P] log sum over the words of exp(feature . embedding)
+    precision: str = "fp32"  # of the products behind the normalisers
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.features, self.embeddings, self.log_normalizers
+
+    @classmethod
+    def of(
+        cls, features: Tensor, embeddings: Tensor, precision: str = "fp32", shards: EmissionShards | None = None
+    ) -> Emission:
+        """Make an emission: the only place that goes through all words of all preterminals (or of this process's)."""
+        p = len(features)
+        own = features if shards is None else features[shards.part(p)]
+        normalizers = log_normalizers(own, embeddings, precision)
+        if shards is not None:
+            normalizers = shards.gather(normalizers, p)
+        return cls(features, embeddings, normalizers, precision)
+
+    def log_probabilities(self, words: Tensor) -> Tensor:
+        """words: [n] ids on any device -> [n, P] on that of the tables. Each distinct word is computed once.
+
+        Ids on the host are sorted there: the host need not wait for a GPU.
+        """
+        distinct, position = torch.unique(words, return_inverse=True)
+        device = self.features.device
+        distinct, position = distinct.to(device, non_blocking=True), position.to(device, non_blocking=True)
+        # Rounded as for the normalisers, or the probabilities of a preterminal would not sum to 1.
+        # functional.embedding: rows by number, whose gradient is summed without a sort of the numbers.
+        words_given = functional.embedding(distinct, self.embeddings)
+        embeddings, features = (rounded(table, self.precision) for table in (words_given, self.features))
+        columns = embeddings @ features.T - self.log_normalizers  # [distinct, P]
+        return functional.embedding(position, columns)
+
+    def entropies(self, rows: int = 1024) -> Tensor:
+        """Entropy in nats of each preterminal's words: [P], computed for some rows at a time."""
+        parts = []
+        for first in range(0, self.features.shape[0], rows):
+            part = slice(first, first + rows)
+            log_p = self.features[part] @ self.embeddings.T - self.log_normalizers[part, None]
+            parts.append(-(log_p.exp() * log_p).sum(1))
+        return torch.cat(parts)

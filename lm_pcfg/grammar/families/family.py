@@ -1,0 +1,88 @@
+"""What a family of models has to offer, and what the forward pass of its module returns.
+
+    settings of the family -> build -> a torch module -> forward -> a `Distribution` over sentences
+
+The trainer, checkpoints and commands know nothing else of a model: what is special to a family is asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flash_inside import Statistics
+from lm_pcfg.grammar.contexts import EncodedText
+from lm_pcfg.grammar.dropout import Dropout
+from lm_pcfg.settings import ModelSection
+
+
+class Distribution(Protocol):
+    """A distribution over sentences: what the forward pass of a family's module returns, once an optimizer step.
+
+    It is a NamedTuple of tensors (or of NamedTuples): engines look for tensors in tuples. Where a check of the numbers
+    can wait until the device has work, it also has `log_likelihood_unchecked` (lm_pcfg/grammar/grammar.py).
+    """
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors at which the gradients of the micro-batches enter the graph of the networks."""
+
+    @property
+    def penalty(self) -> Tensor | None:
+        """A second part of the loss, summed over this process's sentences of the step (a KL term, say); or None.
+
+        It is None on all processes or on none of them. `train/loss` in the metrics is the likelihood alone.
+        """
+
+    def detached(self) -> Any:
+        """The same values as leaves of a new graph; its `tensors` correspond to those here."""
+
+    def log_likelihood(
+        self, words: Tensor, lengths: list[int], *, precision: str, backend: str, statistics: Statistics | None = None
+    ) -> Tensor:
+        """Natural log-probability of each sentence: [B]. words: [sum(lengths)] ids, sentences one after another."""
+
+    def describe(self, thorough: bool = False) -> dict[str, float]:
+        """Figures that an evaluation logs, by the names they have in the metrics; thorough: those of `info` too."""
+
+
+class Family:
+    """A family of models. Only `section` and `build` have to be given; the rest has defaults."""
+
+    name: str
+    section: type[ModelSection]
+    wants_batches = False  # whether `forward` has to see the sentences of a step first: `computation.batches`
+    shares_emission = False  # whether processes can share its emission: `computation.shards`
+
+    def build(self, model: Any, words: Sequence[str], seed: int, text: EncodedText | None = None) -> nn.Module:
+        """Return a module whose `forward(computation)` returns a `Distribution` (lm_pcfg/grammar/computation.py).
+
+        All its state is in parameters: a module with buffers is refused.
+        words: the vocabulary; text: the first sentences of the training text, where `text_wanted` asks for them.
+        """
+        raise NotImplementedError
+
+    def fewest_symbols(self, model: Any) -> int:
+        """Return how many symbols the shortest sentence has that can have a probability."""
+        return 1
+
+    def check_memory(self, model: Any, words: int, device: torch.device | str) -> None:
+        """Raise MemoryError if the model cannot fit; asked before it is built."""
+
+    def text_wanted(self, model: Any) -> int:
+        """Return how many words of training text `build` wants to see; 0: none."""
+        return 0
+
+    def dropout(self, model: Any, *, seed: int, step: int, total_steps: int) -> Dropout:
+        """Draw what a step leaves out: a function of its arguments alone, so that all processes agree."""
+        return Dropout()
+
+    def can_capture(self, model: Any, dropout: Dropout) -> bool:
+        """Return whether CUDA graphs may replay the networks: steps have the same shapes, and are small enough to gain.
+
+        Such a distribution has no penalty, and has `resident` (lm_pcfg/grammar/grammar.py).
+        """
+        return False

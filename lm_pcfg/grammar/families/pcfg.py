@@ -1,0 +1,48 @@
+"""What the families of simple PCFGs have in common: symbols, rules [N, N+P] twice, state dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flash_inside.devices import check_memory
+from lm_pcfg.grammar.dropout import Dropout
+from lm_pcfg.grammar.families.family import Family
+from lm_pcfg.grammar.families.sections import PCFGSection
+
+BYTES = 4  # of a number in fp32
+#: Nonterminals of a step. More hide the launches, and the graphs' own memory (gradients of the rules, logits) would be
+#: gigabytes.
+LARGEST_CAPTURED_N = 8192
+
+
+class PCFGFamily(Family):
+    """A family whose modules make a `Grammar`."""
+
+    shares_emission = True
+
+    def fewest_symbols(self, model: PCFGSection) -> int:
+        """Return 2 for a root over nonterminals, which cannot derive one word; else 1."""
+        return 2 if model.root == "nonterminals" else 1
+
+    def check_memory(self, model: PCFGSection, words: int, device: torch.device | str) -> None:
+        """Ask for the least that is needed: the weights, and on a CPU the rules of a step."""
+        rules = 2 * model.nonterminals * (model.nonterminals + model.preterminals)
+        of_a_step = rules * (1.0 - model.state_dropout) ** 2 if torch.device(device).type == "cpu" else 0
+        check_memory(BYTES * (self.fewest_weights(model, words) + of_a_step))
+
+    def fewest_weights(self, model: Any, words: int) -> int:
+        """Return a lower bound on the number of weights: those of the largest tables."""
+        raise NotImplementedError
+
+    def feature_rate(self, model: Any) -> float:
+        return 0.0
+
+    def dropout(self, model: PCFGSection, *, seed: int, step: int, total_steps: int) -> Dropout:
+        return Dropout.of_step(model, self.feature_rate(model), seed=seed, step=step, total_steps=total_steps)
+
+    def can_capture(self, model: PCFGSection, dropout: Dropout) -> bool:
+        sizes_change = dropout.kept is not None and model.state_dropout_until is not None
+        nonterminals = model.nonterminals if dropout.kept is None else len(dropout.kept.nonterminals)
+        return not sizes_change and nonterminals <= LARGEST_CAPTURED_N

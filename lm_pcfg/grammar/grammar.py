@@ -1,0 +1,105 @@
+"""The `Grammar`: plain tensors between the parameter networks above it and the dynamic programmes below it.
+
+It is computed once per optimizer step. Micro-batches work on a detached copy of its tensors and accumulate gradients
+there; one backward pass then takes those through the networks (`backward_through`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import flash_inside
+from flash_inside import ResidentRules, Rules, Statistics
+from lm_pcfg.grammar import analysis
+from lm_pcfg.grammar.emission import Emission
+
+
+class Grammar(NamedTuple):
+    """Probabilities of a simple PCFG. Shapes of root, left and right as in `flash_inside.Rules`.
+
+    The root is fp64: training soon gives nearly all of it to one symbol, and what another symbol has left might be 0
+    in fp32, with no gradient to come back by.
+    """
+
+    root: Tensor
+    left: Tensor
+    right: Tensor
+    emission: Emission
+    #: Where the gradients of left and right enter the graph, if not through themselves: see `child_probabilities`.
+    entrances: tuple[Tensor, Tensor] | None = None
+    #: For the gradients of left and right, where these stay at the same addresses: see `flash_inside.ResidentRules`.
+    gradient_memory: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def rules(self) -> Rules:
+        if self.gradient_memory is not None:
+            return ResidentRules(self.root, self.left, self.right, self.gradient_memory)
+        return Rules(self.root, self.left, self.right)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that receive the gradients of root, left, right and the emission."""
+        return self.root, *(self.entrances or (self.left, self.right)), *self.emission.tensors
+
+    @property
+    def penalty(self) -> None:
+        return None
+
+    def log_likelihood(
+        self,
+        words: Tensor,
+        lengths: list[int],
+        *,
+        precision: str = "fp32",
+        backend: str = "auto",
+        statistics: Statistics | None = None,
+    ) -> Tensor:
+        """Natural log-probability of each sentence: [B]. words: [sum(lengths)] ids, sentences one after another."""
+        self._check_differentiable()
+        emissions = self.emission.log_probabilities(words)
+        return flash_inside.inside(self.rules, emissions, lengths, precision, backend, statistics)
+
+    def log_likelihood_unchecked(
+        self,
+        words: Tensor,
+        lengths: list[int],
+        *,
+        precision: str = "fp32",
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor]:
+        """The same before it is known which sentences have to be recomputed; see `flash_inside.inside_unchecked`."""
+        self._check_differentiable()
+        emissions = self.emission.log_probabilities(words)
+        return flash_inside.inside_unchecked(self.rules, emissions, lengths, precision, backend)
+
+    def _check_differentiable(self) -> None:
+        if self.entrances is not None and self.entrances[0] is not self.left and torch.is_grad_enabled():
+            raise RuntimeError("these rules take no gradients themselves: use detached() and backward_through()")
+
+    def detached(self) -> Grammar:
+        """The same values as leaves of a new graph, on which micro-batches accumulate their gradients, in fp32."""
+        values = (self.root, self.left, self.right, *self.emission.tensors)
+        leaves = [tensor.detach().requires_grad_() for tensor in values]
+        for leaf in leaves:
+            if leaf.dtype.itemsize < 4:
+                leaf.grad_dtype = torch.float32
+        root, left, right, features, embeddings, normalizers = leaves
+        return Grammar(root, left, right, Emission(features, embeddings, normalizers, self.emission.precision))
+
+    def resident(self, gradients: Sequence[Tensor]) -> Grammar:
+        """Promise that its tensors keep their addresses from step to step; gradients: memory for those of `tensors`."""
+        return self._replace(gradient_memory=(gradients[1], gradients[2]))
+
+    def describe(self, thorough: bool = False) -> dict[str, float]:
+        """Return figures for the metrics; thorough adds what is too slow for every evaluation."""
+        figures = analysis.summary(self.rules, self.emission)
+        return figures | analysis.criticality(self.rules) if thorough else figures
+
+    def with_root_over_nonterminals(self) -> Grammar:
+        """The paper's root: the mass of S -> preterminal is taken away and the rest renormalised."""
+        nonterminal_part = self.root[: self.rules.nonterminals]
+        return self._replace(root=nonterminal_part / nonterminal_part.sum())

@@ -1,0 +1,106 @@
+"""From the lines of a text to one value a line, in the order of the lines.
+
+`map_lines` is the frame of every command that reads text: it reads blocks of lines, tokenises them, skips lines that
+cannot be computed, and calls one function with the encoded sentences of a block. `score` is its first user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from lm_pcfg.corpus.lengths import BLANK, KEPT, TOO_LONG, TOO_SHORT, Limits
+from lm_pcfg.corpus.pieces import AnyVocabulary
+from lm_pcfg.corpus.sentences import Sentences, encode_sentences
+from lm_pcfg.corpus.shards.files import is_json, is_parquet
+from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
+from lm_pcfg.corpus.vocabulary import Vocabulary
+from lm_pcfg.errors import UserError
+
+LINES_AT_A_TIME = 20_000  # a block: texts of any size are computed in bounded memory
+WARNINGS_SHOWN = 5  # of each kind
+REASONS = {KEPT: "", BLANK: "blank", TOO_LONG: "long", TOO_SHORT: "short"}  # why a line is skipped
+
+Value = TypeVar("Value")
+#: Called with the number of lines that are done.
+OnLines = Callable[[int], None]
+
+
+class Line(NamedTuple, Generic[Value]):
+    """A line of the text and what became of it."""
+
+    number: int  # in the text, from 1
+    text: str
+    value: Value | None  # None: it was skipped
+    skipped: str = ""  # why: "blank", "long" or "short"
+
+
+class Warnings:
+    """Passes on the first few warnings of each kind; `summarise` then tells how many more there were."""
+
+    def __init__(self, warn: Callable[[str], None]):
+        self.warn = warn
+        self._counts: dict[str, int] = {}
+
+    def add(self, kind: str, message: str) -> None:
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        if self._counts[kind] <= WARNINGS_SHOWN:
+            self.warn(message)
+
+    def summarise(self) -> None:
+        for kind, count in self._counts.items():
+            if count > WARNINGS_SHOWN:
+                self.warn(f"... and {count - WARNINGS_SHOWN:,} more lines ({kind})")
+
+
+def map_lines(
+    source: str, vocabulary: AnyVocabulary, function: Callable[[Sentences, OnLines], Sequence[Value]], *, command: str,
+    max_length: int, min_length: int = 1, warnings: Warnings, on_lines: OnLines = lambda lines: None,
+) -> Iterator[Line[Value]]:  # fmt: skip
+    """Yield every line of the source ('-' is standard input) with the value that the function computes for it.
+
+    function    gets the encoded sentences of a block, and returns one value for each, in their order; it calls its
+                second argument with the number of sentences whenever some are done
+    command     names the caller in messages
+    max_length  in words or pieces; longer lines are skipped with a warning, blank lines without
+    min_length  in symbols that the model sees, so with `<eos>` if ends are explicit; shorter lines are skipped, too
+    """
+    name, unit, limits = display_name(source), unit_of(vocabulary), Limits(max_length, min_length)
+    if is_json(Path(source)) or is_parquet(Path(source)):
+        problem = f"{name}: {command} reads text, one sentence a line"
+        raise UserError(f"{problem}; take the sentences out of their field first")
+    numbered = read_lines(resolve_source(source), name=name)
+    while block := list(islice(numbered, LINES_AT_A_TIME)):
+        lengths = np.array([len(ids) for ids in vocabulary.tokenise([text for _, text in block])])
+        verdicts = limits.judge(lengths, ends=vocabulary.end_id is not None).tolist()
+        reasons = [REASONS[verdict] for verdict in verdicts]
+        for (number, _), length, reason in zip(block, lengths.tolist(), reasons, strict=True):
+            place, count = f"{name}, line {number}", f"one {unit[:-1]}" if length == 1 else f"{length:,} {unit}"
+            if reason == "long":
+                warnings.add("long", f"{place}: {count}, skipped; --max-length {max_length} is the limit "
+                             "(memory and time grow with its square and cube)")  # fmt: skip
+            elif reason == "short":
+                warnings.add("short", f"{place}: {count}, skipped: the model gives no probability to so few")
+        kept = [line for line, reason in zip(block, reasons, strict=True) if not reason]
+        values = iter(function(encode_sentences(kept, vocabulary), on_lines) if kept else ())
+        on_lines(len(block) - len(kept))
+        for (number, text), reason in zip(block, reasons, strict=True):
+            yield Line(number, text, None if reason else next(values), reason)
+
+
+def unit_of(vocabulary: AnyVocabulary) -> str:
+    """What lengths count: words, or pieces of words."""
+    return "words" if isinstance(vocabulary, Vocabulary) else "pieces"
+
+
+def count_lines(source: str) -> int | None:
+    """The number of lines, for a progress bar; None where it is not known before reading."""
+    path = Path(source)
+    if not path.is_file() or path.suffix.lower() in (".gz", ".zst"):
+        return None
+    with path.open("rb") as handle:
+        return sum(block.count(b"\n") for block in iter(lambda: handle.read(1 << 20), b""))

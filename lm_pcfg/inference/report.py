@@ -1,0 +1,213 @@
+"""Read the metrics of runs: a line of figures for each, and the points of its learning curves.
+
+Times count training only, without evaluations and without pauses between a stop and its resume. Unfinished runs, runs
+without an evaluation and lines that are not finite are read too.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lm_pcfg.errors import UserError
+from lm_pcfg.storage.metrics_file import read_metrics
+
+
+@dataclass(frozen=True)
+class Point:
+    step: int
+    seconds: float  # of training so far
+    perplexity: float
+    impossible: int = 0  # sentences of probability 0, which no sum contains
+    words: float = 0.0  # in training: how many words the perplexity is over; 0: unknown
+
+
+@dataclass
+class Run:
+    name: str
+    nonterminals: int | None = None
+    epochs_planned: int | None = None
+    finished: bool = False
+    epochs: int = 0  # begun
+    steps: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    words_per_second: list[float] = field(default_factory=list)
+    train: list[Point] = field(default_factory=list)
+    valid: list[Point] = field(default_factory=list)
+
+    def best(self) -> Point | None:
+        """The best evaluation, chosen as in training: the fewest impossible sentences, then the lowest perplexity."""
+        finite = [point for point in self.valid if math.isfinite(point.perplexity)]
+        return min(finite, key=lambda point: (point.impossible, point.perplexity), default=None)
+
+    def training_perplexity(self) -> float | None:
+        """The mean over the last tenth of the steps, since the last line of metrics may be of a handful of batches."""
+        if not self.train:
+            return None
+        last = [point for point in self.train if point.step > 0.9 * self.train[-1].step] or self.train[-1:]
+        words = [point.words for point in last]
+        logarithms = [math.log(point.perplexity) for point in last]
+        return math.exp(statistics.fmean(logarithms, words if all(words) else None))
+
+    def reached(self, perplexity: float) -> Point | None:
+        """The first evaluation at or below a validation perplexity."""
+        return next((point for point in self.valid if point.perplexity <= perplexity), None)
+
+
+def read_runs(folders: Sequence[Path], warn: Callable[[str], None]) -> list[Run]:
+    """Read runs, each named like its folder, or by its path where two folders have the same name.
+
+    A pattern like `runs/*` also finds folders that are no runs, such as that of a search: those are passed over, unless
+    there are no others.
+    """
+    if any(map(_is_run, folders)):
+        for folder in folders:
+            if not _is_run(folder):
+                warn(f"{folder} is not a run folder: passed over")
+        folders = list(filter(_is_run, folders))
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    return [_read_run(folder, name, warn) for folder, name in zip(folders, names, strict=True)]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() or (folder / "metrics.jsonl").is_file()
+
+
+def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
+    config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
+    if not _is_run(folder):
+        raise UserError(
+            f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl; give one like runs/tiny"
+        )
+    run = Run(name, finished=(folder / "FINISHED").exists())
+    settings = _read_config(config, warn)
+    run.nonterminals = _whole(settings, "model", "nonterminals")
+    run.epochs_planned = _whole(settings, "training", "epochs")
+    lines: list[dict[str, Any]] = []
+    if metrics.is_file():
+        for line in read_metrics(metrics):
+            while lines and lines[-1]["step"] > line["step"]:  # written again after a resume from further back
+                lines.pop()
+            lines.append(line)
+    if any(_is_of_training(line) and "train/seconds" not in line for line in lines):
+        warn(f"{folder}: no train/seconds; its times are from time stamps, without the steps before the first of them")
+    previous: dict[str, Any] | None = None
+    for line in lines:
+        _add(run, line, previous)
+        previous = line
+    return run
+
+
+def _read_config(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
+    """Read a config without checking it, so that configs of other versions can be read too."""
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, yaml.YAMLError):
+        warn(f"{path}: cannot be read; the settings of this run are unknown")
+        return {}
+    sections = content.items() if isinstance(content, dict) else []
+    return {name: section for name, section in sections if isinstance(section, dict)}
+
+
+def _whole(settings: dict[str, Any], section: str, name: str) -> int | None:
+    value = settings.get(section, {}).get(name)
+    return value if isinstance(value, int) else None
+
+
+def _add(run: Run, line: dict[str, Any], previous: dict[str, Any] | None) -> None:
+    run.steps = line["step"]
+    passed = _number(line, "train/seconds")
+    if passed is None and previous is not None and _is_of_training(line):
+        passed = (_number(line, "time") or math.nan) - (_number(previous, "time") or math.nan)
+    run.seconds += passed if passed is not None and passed > 0 else 0.0
+    if (epoch := _number(line, "epoch")) is not None:
+        run.epochs = int(epoch) + 1
+    if (skipped := _number(line, "train/skipped")) is not None:
+        run.skipped = int(skipped)
+    if (speed := _number(line, "train/words_per_second")) is not None:
+        run.words_per_second.append(speed)
+    if (perplexity := _number(line, "train/ppl")) is not None:
+        words = (speed or 0.0) * max(passed or 0.0, 0.0)
+        run.train.append(Point(run.steps, run.seconds, perplexity, words=words))
+    if isinstance(line.get("valid/ppl"), int | float):
+        impossible = int(_number(line, "valid/impossible") or 0)
+        run.valid.append(Point(run.steps, run.seconds, float(line["valid/ppl"]), impossible))
+
+
+def _is_of_training(line: dict[str, Any]) -> bool:
+    """Whether the line was written after some steps, not after an evaluation."""
+    return "train/learning_rate" in line
+
+
+def _number(line: dict[str, Any], name: str) -> float | None:
+    """A value of a line; None if it is missing, not a number, or not finite."""
+    value = line.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def summary(run: Run, reach: float | None = None) -> dict[str, Any]:
+    """One line of the report; None stands for what the run does not have (yet). reach: a validation perplexity."""
+    best = run.best()
+    line = {
+        "run": run.name,
+        "nonterminals": run.nonterminals,
+        "finished": run.finished,
+        "epochs": run.epochs,
+        "epochs_planned": run.epochs_planned,
+        "steps": run.steps,
+        "best_valid_ppl": best.perplexity if best else None,
+        "best_step": best.step if best else None,
+        "impossible": best.impossible if best else None,
+        "last_train_ppl": run.training_perplexity(),
+        "skipped_share": run.skipped / run.steps if run.steps else None,
+        "words_per_second": statistics.median(run.words_per_second) if run.words_per_second else None,
+        "training_seconds": round(run.seconds, 3) if run.train else None,
+    }
+    if reach is not None:
+        point = run.reached(reach)
+        line |= {
+            "reach": reach,
+            "reached_step": point.step if point else None,
+            "reached_seconds": round(point.seconds, 3) if point else None,
+        }
+    return line
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """The summaries of runs as a table for people, one line for each run."""
+
+    def shown(line: dict[str, Any], name: str, form: str) -> str:
+        return "-" if line[name] is None else format(line[name], form)
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "run": lambda line: line["run"] + ("" if line["finished"] else " (unfinished)"),
+        "N": lambda line: shown(line, "nonterminals", ",d"),
+        "epoch": lambda line: f"{line['epochs']}/{shown(line, 'epochs_planned', 'd')}",
+        "steps": lambda line: shown(line, "steps", ",d"),
+        "valid ppl": lambda line: shown(line, "best_valid_ppl", ".2f"),
+        "at step": lambda line: shown(line, "best_step", ",d"),
+        "train ppl": lambda line: shown(line, "last_train_ppl", ".2f"),
+        "skipped": lambda line: shown(line, "skipped_share", ".3%"),
+        "words/s": lambda line: shown(line, "words_per_second", ",.0f"),
+        "training s": lambda line: shown(line, "training_seconds", ",.1f"),
+    }
+    if lines and "reach" in lines[0]:
+        columns[f"s to {lines[0]['reach']:g}"] = lambda line: shown(line, "reached_seconds", ",.1f")
+    rows = [list(columns), *([show(line) for show in columns.values()] for line in lines)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
+    padded = [
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        for row in rows
+    ]
+    return "\n".join("  ".join(row) for row in padded)

@@ -1,0 +1,402 @@
+"""Checkpoints of a run: complete or absent, checked before use, and free of pickle.
+
+    runs/<name>/checkpoints/step-00001234/   model.safetensors  optimizer.safetensors  [ema.safetensors]  state.json
+    runs/<name>/best -> checkpoints/step-00001234
+
+A folder named step-N is complete: it was written under a temporary name, fsynced, and renamed. The hashes in state.json
+tell if a disk damages it later. Randomness derives from (seed, step, rank), so no generator state is kept. Optimizer
+state is kept by parameter name, so a checkpoint opens at any world size and with any engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lm_pcfg.errors import UserError
+from lm_pcfg.storage import durable
+
+FORMAT = 1
+MODEL, OPTIMIZER, EMA, STATE = "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json"
+
+_STEP_NAME = re.compile(r"step-(\d+)")
+_one_save_at_a_time = threading.Lock()
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be written, found or trusted; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor] | None
+    ema: dict[str, Tensor] | None
+    state: dict[str, Any]
+    folder: Path
+
+    def weights(self, which: Literal["auto", "ema", "raw"] = "auto") -> dict[str, Tensor]:
+        """Return the weights to run the model with: averaged if there are such, unless the raw ones are asked for."""
+        if which == "ema" and self.ema is None:
+            raise CheckpointError(f"{self.folder} holds no averaged weights ({EMA}); use the raw ones")
+        if which == "raw" or self.ema is None:
+            return self.model
+        return {**self.model, **self.ema}  # what is not averaged (buffers) comes from the model
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def save(
+    run_folder: Path,
+    step: int,
+    *,
+    model: dict[str, Tensor],
+    optimizer: dict[str, Tensor],
+    ema: dict[str, Tensor] | None,
+    state: dict[str, Any],
+) -> Path:
+    """Write checkpoints/step-N and return it. On any failure nothing changes: earlier checkpoints stay as they were.
+
+    `state` must be standard JSON (None rather than NaN); `format`, `files` and `step` are filled in here.
+    A step that was saved before is replaced; at every moment either the old or the new one is there.
+    """
+    checkpoints = run_folder / "checkpoints"
+    final = checkpoints / f"step-{step:08d}"
+    temporary = durable.temporary_name(final)
+    tensor_files = {MODEL: model, OPTIMIZER: optimizer} | ({} if ema is None else {EMA: ema})
+    if state.get("step", step) != step:
+        raise ValueError(f"state is of step {state['step']}, but step {step} is saved")
+    with _one_save_at_a_time:
+        try:
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            durable.remove_leftovers(checkpoints)
+            temporary.mkdir()
+            files = {}
+            for name, tensors in tensor_files.items():
+                save_file(_independent_cpu_tensors(tensors), temporary / name)
+                durable.fsync(temporary / name)
+                files[name] = {"sha256": _sha256(temporary / name), "size": (temporary / name).stat().st_size}
+            content = {**state, "step": step, "format": FORMAT, "files": files}
+            (temporary / STATE).write_bytes(_state_bytes(content))
+            durable.fsync(temporary / STATE)
+            durable.fsync(temporary)
+            durable.put_in_place(temporary, final)
+            durable.fsync(run_folder)  # which may have just got its folder `checkpoints`
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
+            raise CheckpointError(f"cannot write checkpoint {final}: {_reason(error)}") from error
+        finally:
+            # Not there after a success, unless an older step-N was swapped out into this name.
+            shutil.rmtree(temporary, ignore_errors=True)
+    return final
+
+
+def _independent_cpu_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors on the CPU, no two of which share memory (tied weights), which safetensors refuses."""
+    seen: set[int] = set()
+    independent = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to("cpu").contiguous()
+        if tensor.untyped_storage().data_ptr() in seen:
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        independent[name] = tensor
+    return independent
+
+
+def _state_bytes(content: dict[str, Any]) -> bytes:
+    """Format the state, with a `checksum` of its own: this file holds the hashes of the others."""
+    unsigned = {key: value for key, value in content.items() if key != "checksum"}
+    content = json.loads(json.dumps(unsigned, allow_nan=False))  # as it will be read: keys are strings, no tuples
+    content["checksum"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _reason(error: BaseException) -> str:
+    """Return one line that says why; if safetensors wraps an I/O error, the system's own words."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if match := re.search(r"I/O error: (.+?)(?: \(os error \d+\))?$", str(error)):
+        return match[1]
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def verify(folder: Path, *, only: set[str] | None = None) -> dict[str, Any]:
+    """Check size and hash of every file (or of `only` these) and return the state; an error names what is wrong."""
+    path = folder / STATE
+    try:
+        written = path.read_bytes()
+    except OSError as error:
+        what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {_reason(error)}"
+        raise CheckpointError(f"{path} {what}") from error
+    try:
+        state = json.loads(written)
+    except ValueError as error:  # also UnicodeDecodeError
+        raise CheckpointError(f"{path} is truncated or damaged: not JSON ({_reason(error)})") from error
+    if not isinstance(state, dict) or "format" not in state:
+        raise CheckpointError(f"{path} is not the state of a checkpoint: no format version in it")
+    if state["format"] != FORMAT:
+        raise CheckpointError(f"{path} has the unknown format {state['format']!r}; this version reads format {FORMAT}")
+    try:
+        intact = written == _state_bytes(state)
+    except ValueError:  # NaN, which Python reads but save never writes
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
+    for name, expected in state["files"].items():
+        if only is None or name in only:
+            _verify_file(folder / name, size=expected["size"], sha256=expected["sha256"])
+    return state
+
+
+def _verify_file(path: Path, size: int, sha256: str) -> None:
+    try:
+        actual_size = path.stat().st_size
+        if actual_size != size:
+            what = "truncated" if actual_size < size else "damaged"
+            raise CheckpointError(f"{path} is {what}: {actual_size} bytes instead of {size}")
+        if _sha256(path) != sha256:
+            raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+
+
+def load(folder: Path, *, device: str | torch.device = "cpu", with_optimizer: bool) -> Loaded:
+    """Check the files that are wanted and open them; without the optimizer its file may be missing."""
+    wanted = {MODEL, EMA} | ({OPTIMIZER} if with_optimizer else set())
+    state = verify(folder, only=wanted)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name in sorted(wanted & state["files"].keys()):
+        try:
+            tensors[name] = load_file(folder / name, device=str(device))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {_reason(error)}") from error
+    for name in wanted - {EMA}:
+        if name not in tensors:
+            raise CheckpointError(f"{folder / name} is missing: the checkpoint was written without it")
+    return Loaded(tensors[MODEL], tensors.get(OPTIMIZER), tensors.get(EMA), state, folder)
+
+
+def list_checkpoints(run_folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest step first."""
+    if not (run_folder / "checkpoints").is_dir():
+        return []
+    found = []
+    for entry in (run_folder / "checkpoints").iterdir():
+        match = _STEP_NAME.fullmatch(entry.name)
+        if match and entry.is_dir():
+            found.append((int(match[1]), entry))
+    return [folder for _, folder in sorted(found)]
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint folder."""
+    match = _STEP_NAME.fullmatch(checkpoint.name)
+    if match is None:
+        raise CheckpointError(f"{checkpoint} is no checkpoint folder: its name should be step-N")
+    return int(match[1])
+
+
+def latest(run_folder: Path) -> Path | None:
+    return next(reversed(list_checkpoints(run_folder)), None)
+
+
+def find_resumable(run_folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """Find the newest complete checkpoint; None if there is none at all. Damaged ones are named and passed over."""
+    if (run_folder / "checkpoints").is_dir():
+        with contextlib.suppress(OSError):  # tidying is save's duty; a folder that cannot be written can still be read
+            durable.remove_leftovers(run_folder / "checkpoints")
+    return newest_whole(run_folder, warn)
+
+
+def newest_whole(run_folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """Do as find_resumable, but without tidying up: the run may be another training's."""
+    checkpoints = list_checkpoints(run_folder)
+    for folder in reversed(checkpoints):
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            warn(f"damaged checkpoint passed over: {error}")
+        else:
+            return folder
+    if checkpoints:
+        raise CheckpointError(
+            f"none of the {len(checkpoints)} checkpoints in {run_folder / 'checkpoints'} is whole; bring one back from "
+            "a copy, or start over with another name=..."
+        )
+    return None
+
+
+# --------------------------------------------------------------------------------------------- best, prune, resolve
+
+
+def point_best(run_folder: Path, checkpoint: Path) -> None:
+    """Point the link `best` to this checkpoint: a new link under a temporary name is renamed over the old one."""
+    if checkpoint.resolve().parent != (run_folder / "checkpoints").resolve():
+        raise ValueError(f"{checkpoint} is no checkpoint of {run_folder}")
+    link, new_link = run_folder / "best", durable.temporary_name(run_folder / "best")
+    try:
+        if link.is_dir() and not link.is_symlink():  # a copy made by a tool that follows links, such as scp -r
+            durable.delete(link)
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(Path("checkpoints") / checkpoint.resolve().name)
+        os.replace(new_link, link)
+        durable.fsync(run_folder)
+    except OSError as error:
+        new_link.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot point {link} to {checkpoint.name}: {_reason(error)}") from error
+
+
+def repair_best(run_folder: Path, step: int | None) -> None:
+    """Point `best` to the checkpoint of this step: a kill just after it was saved leaves the link behind."""
+    for saved in list_checkpoints(run_folder):
+        if step_of(saved) == step:
+            point_best(run_folder, saved)
+
+
+def best(run_folder: Path) -> Path | None:
+    link = run_folder / "best"
+    if link.is_symlink():
+        target = run_folder / os.readlink(link)
+        return target if target.is_dir() else None
+    return link if link.is_dir() else None
+
+
+def prune(run_folder: Path, keep_last: int, keep: Iterable[Path] = (), upto: int | None = None) -> None:
+    """Delete all but the newest `keep_last` checkpoints, the best one and those in `keep`.
+
+    upto: the step that the run has reached. Later checkpoints are damaged ones, which it passed over when it was
+    resumed: they stay, and do not count.
+    """
+    best_one = best(run_folder)
+    protected = {folder.resolve() for folder in [*keep, *([best_one] if best_one else [])]}
+    own = [folder for folder in list_checkpoints(run_folder) if upto is None or step_of(folder) <= upto]
+    old_ones = own[: -keep_last if keep_last > 0 else None]
+    for folder in old_ones:
+        if folder.resolve() not in protected:
+            try:
+                durable.delete(folder)
+            except OSError as error:
+                raise CheckpointError(f"cannot delete checkpoint {folder}: {_reason(error)}") from error
+
+
+def resolve_checkpoint(
+    path: Path | None = None, runs: Path = Path("runs"), named_by: str = "--checkpoint"
+) -> tuple[Path, Path]:
+    """Return (run folder, checkpoint folder) to infer with, given a checkpoint, a run (best, else latest) or `best`.
+
+    None takes the run under `runs` whose newest checkpoint was written last. named_by: how the user gives the path.
+    """
+    ways_out = f"train one with `lm_pcfg train --config configs/tiny.yaml`, or name one with {named_by}"
+    if path is None:
+        folders = [folder for folder in runs.iterdir() if folder.is_dir()] if runs.is_dir() else []
+        if not folders:
+            raise CheckpointError(f"no run under {runs}/: {ways_out}")
+        newest = {run: checkpoint.stat().st_mtime for run in folders if (checkpoint := latest(run))}
+        if not newest:
+            raise CheckpointError(f"no run under {runs}/ has a checkpoint yet: {ways_out}")
+        path = max(newest, key=lambda run: newest[run])
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}: name a run or checkpoint folder with {named_by}")
+    if (path / STATE).exists() or _STEP_NAME.fullmatch(path.resolve().name):
+        return run_folder_of(path.resolve()), path.resolve()
+    checkpoint = best(path) or latest(path)
+    if checkpoint is not None:
+        return path.resolve(), checkpoint.resolve()
+    if (path / "config.yaml").exists() or (path / "checkpoints").is_dir():
+        raise CheckpointError(f"{path} has no checkpoint yet: {ways_out}")
+    raise CheckpointError(f"{path} is neither a run nor a checkpoint folder: {ways_out}")
+
+
+def run_folder_of(checkpoint: Path) -> Path:
+    """Return the folder of the run that a checkpoint folder belongs to, resolved."""
+    checkpoint = checkpoint.resolve()
+    if checkpoint.name == "best":  # a real folder, copied by a tool that follows links: it lies in the run itself
+        return checkpoint.parent
+    return checkpoint.parents[1]
+
+
+# -------------------------------------------------------------------------------------------------- optimizer state
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return the state of Adam or AdamW by parameter name: `exp_avg/<name>`, `exp_avg_sq/<name>`, `step/<name>`.
+
+    A parameter that was never updated has only `step/<name>` = 0. The tensors are the optimizer's own, not copies.
+    """
+    tensors = {}
+    for name, parameter, _ in _optimized(optimizer, named_parameters):
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            tensors[f"{key}/{name}"] = torch.as_tensor(value, dtype=torch.float32) if key == "step" else value
+        tensors.setdefault(f"step/{name}", torch.zeros((), dtype=torch.float32))
+    return tensors
+
+
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]], tensors: dict[str, Tensor]
+) -> None:
+    """Load what optimizer_tensors returned, bit for bit; on a mismatch the optimizer is left as it was."""
+    remaining = dict(tensors)
+    new_state: dict[Tensor, dict[str, Tensor]] = {}
+    for name, parameter, group in _optimized(optimizer, named_parameters):
+
+        def take(key: str, shape: torch.Size, name: str = name) -> Tensor:
+            tensor = remaining.pop(f"{key}/{name}", None)
+            if tensor is None:
+                raise CheckpointError(f"optimizer state {key}/{name} is missing in the checkpoint")
+            if tensor.shape != shape:
+                expected = f"{list(tensor.shape)}, but {name} needs {list(shape)}"
+                raise CheckpointError(f"optimizer state {key}/{name} has shape {expected}")
+            return tensor
+
+        step = take("step", torch.Size())
+        new_state[parameter] = {}
+        if f"exp_avg/{name}" not in remaining and step.item() == 0:  # never updated
+            continue
+        # As Adam itself places it: the step of a fused or capturable optimizer is read by a kernel.
+        on_device = group.get("capturable") or group.get("fused")
+        new_state[parameter]["step"] = step.to(parameter.device if on_device else "cpu", torch.float32, copy=True)
+        for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ())):
+            new_state[parameter][key] = torch.empty_like(parameter).copy_(take(key, parameter.shape))
+    if remaining:
+        raise CheckpointError(f"optimizer state {min(remaining)} in the checkpoint belongs to no parameter")
+    optimizer.state.update(new_state)
+
+
+def _optimized(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]]
+) -> list[tuple[str, Tensor, dict[str, Any]]]:
+    """Return (name, parameter, its group) of all that the optimizer updates, in the order of the names."""
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    named = [(name, parameter, groups.pop(parameter)) for name, parameter in named_parameters if parameter in groups]
+    if groups:
+        raise ValueError(f"{len(groups)} parameters of the optimizer have no name in the model")
+    return named

@@ -1,0 +1,126 @@
+"""Folders that are complete or absent: written under a temporary name, fsynced, then renamed; deleted the other way.
+
+A temporary name tells the purpose and the owner of a folder, `.<purpose>-<name>.<host>.<pid>`, so that a later process
+can distinguish the work of a living process from what a dead one left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from pathlib import Path
+
+_TEMPORARY_NAME = re.compile(r"\.(writing|replaced|deleted)-(.+)\.([^.]+)\.(\d+)")
+# Whether a process on another host lives cannot be asked; a folder untouched for this long is taken for abandoned.
+_ABANDONED_AFTER_SECONDS = 3600.0
+
+
+def temporary_name(final: Path, purpose: str = "writing") -> Path:
+    """Return the name in the same folder under which this process writes `final` or deletes it."""
+    return final.with_name(f".{purpose}-{final.name}.{_host()}.{os.getpid()}")
+
+
+def put_in_place(prepared: Path, final: Path) -> None:
+    """Give the prepared folder its final name. A folder that had that name ends up under a temporary one."""
+    if not os.path.lexists(final):
+        os.replace(prepared, final)
+    elif not _exchange(prepared, final):
+        # The file system cannot swap two names. A crash between the two renames leaves the old folder under the name
+        # `.replaced-...`, from which remove_leftovers puts it back.
+        set_aside = temporary_name(final, "replaced")
+        os.replace(final, set_aside)
+        try:
+            os.replace(prepared, final)
+        except OSError:
+            os.replace(set_aside, final)
+            raise
+        shutil.rmtree(set_aside, ignore_errors=True)
+    fsync(final.parent)
+
+
+def delete(folder: Path) -> None:
+    """Rename, then delete: after a crash in between no folder looks complete that is not (see remove_leftovers)."""
+    doomed = temporary_name(folder, "deleted")
+    os.replace(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Finish what dead processes began here: put back what they had set aside, delete what they had not completed."""
+    for entry in parent.iterdir():
+        match = _TEMPORARY_NAME.fullmatch(entry.name)
+        if match is None:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another rank was quicker
+            if _owner_may_live(entry, host=match[3], pid=int(match[4])):
+                continue
+            original = entry.with_name(match[2])
+            if match[1] == "replaced" and not os.path.lexists(original):
+                os.replace(entry, original)
+            else:
+                shutil.rmtree(entry, ignore_errors=True)  # one that resists costs space only, and is tried again
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that is complete or absent: under a temporary name first, then renamed."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # process ids repeat on other hosts
+    try:
+        with open(temporary, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot fsync a folder; for a file it is an error like any other.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step (Linux renameat2); False where kernel or file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    at_current_folder, rename_exchange = -100, 2
+    if renameat2(at_current_folder, os.fsencode(one), at_current_folder, os.fsencode(other), rename_exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _owner_may_live(entry: Path, host: str, pid: int) -> bool:
+    if host != _host():
+        return time.time() - entry.stat().st_mtime < _ABANDONED_AFTER_SECONDS
+    if pid == os.getpid():  # callers work one at a time, so an earlier process left it (in a container all are pid 1)
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # it lives, and is another user's
+    return True
+
+
+def _host() -> str:
+    return socket.gethostname().split(".")[0] or "unknown"

@@ -1,0 +1,161 @@
+"""Which folder a run writes to, and what it continues from. Nothing that exists is ever overwritten by a new run."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, takewhile
+from pathlib import Path
+from typing import IO, Protocol
+
+from lm_pcfg.console import warn
+from lm_pcfg.errors import UserError
+from lm_pcfg.settings import Settings
+from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage.durable import replace_file
+
+
+class Vocabulary(Protocol):
+    def save(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a training begins: in its folder, with the checkpoint `given`, or (`continued`) where the run stopped."""
+
+    folder: Path
+    given: Path | None = None
+    continued: bool = False
+
+    def find_checkpoint(self, warn: Callable[[str], None]) -> Path | None:
+        """Find the checkpoint from which training goes on; None: it starts from the beginning.
+
+        Claim the folder first: what a crash left there is removed, and must not be what another training is writing.
+        """
+        if not self.continued:
+            return self.given
+        return checkpoint.find_resumable(self.folder, warn) or _started_from(self.folder)
+
+
+def choose_start(settings: Settings, launcher: str) -> Start:
+    """Choose by the setting `resume`; launcher: identity of the process that started this one.
+
+    false: a new run; if one of that name exists, name-2, name-3 ... auto: continue the run of this name if it has a
+    checkpoint. PATH: continue from that checkpoint, or from the newest complete one of that run (not the best): in its
+    own run if it is the newest there, else as a new run.
+    """
+    folder = Path(settings.runs_folder) / settings.name
+    if settings.resume != "auto" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        # A launcher that restarts its workers gives them the arguments they began with: they go on where they were.
+        for own in takewhile(_is_run, _series(folder)):
+            if _launched_by(own) == launcher:
+                return Start(own, continued=True)
+    if settings.resume == "auto":
+        return Start(folder, continued=True)
+    if settings.resume is False:
+        return Start(_unused(folder))
+    given = Path(str(settings.resume))
+    if checkpoint.latest(given) is not None:  # a run folder
+        if given.resolve() == folder.resolve():
+            return Start(folder, continued=True)
+        given = checkpoint.newest_whole(given, warn) or given
+    source_run, source = checkpoint.resolve_checkpoint(given, Path(settings.runs_folder), named_by="resume=PATH")
+    checkpoint.verify(source)
+    newest = checkpoint.latest(source_run)
+    if folder.resolve() == source_run and newest is not None and newest.resolve() == source:
+        return Start(folder, source)
+    return Start(_unused(folder), source)
+
+
+def _started_from(folder: Path) -> Path | None:
+    """Find the checkpoint of another run that this one began with, if it was stopped before it had any of its own."""
+    file = folder / "started_from"
+    if not file.exists():
+        return None
+    source = Path(file.read_text(encoding="utf-8").strip())
+    checkpoint.verify(source)
+    return source
+
+
+def _unused(folder: Path) -> Path:
+    """Return the folder itself if no run is there yet, else folder-2, folder-3 ..."""
+    return next(name for name in _series(folder) if not _is_run(name))
+
+
+def _series(folder: Path) -> Iterator[Path]:
+    return (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
+
+
+def _launched_by(folder: Path) -> str:
+    lock = folder / ".lock"
+    return lock.read_text() if lock.exists() else ""
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / part).exists() for part in ("config.yaml", "checkpoints"))
+
+
+class RunFolder:
+    """The files of a run apart from checkpoints and metrics. One training at a time may hold it."""
+
+    def __init__(self, folder: Path, launcher: str):
+        """launcher: identity of the process that started this one."""
+        self.path, self._launcher = folder, launcher
+        self._lock: IO[str] | None = None
+
+    def claim(self) -> None:
+        """Keep a second training out of the folder until `release`, or the end of this process."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("a")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock.truncate(0)
+            self._lock.write(self._launcher)
+            self._lock.flush()
+        except BlockingIOError:
+            self._lock = None
+            raise UserError(f"{self.path} is in use by another training; give this one another name=...") from None
+        except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # some cluster file systems
+                return
+            raise UserError(f"cannot write to {self.path}: {error.strerror}; set runs_folder=...") from None
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"cannot write to {self.path}: {error.strerror or error}") from error
+
+    def begin(self, config: str, vocabulary: Vocabulary, source: Path | None = None) -> None:
+        """Write what a run is made of; it is not finished from now on.
+
+        config: the settings as YAML; source: the checkpoint it continues from
+        """
+        with self.writing():
+            if source is not None and checkpoint.run_folder_of(source) != self.path.resolve():
+                (self.path / "started_from").write_text(f"{source.resolve()}\n", encoding="utf-8")
+            vocabulary.save(self.path / "vocab")
+            replace_file(self.path / "config.yaml", config.encode())  # checkpoints need it to be opened
+            (self.path / "FINISHED").unlink(missing_ok=True)
+
+    @property
+    def tracking_id(self) -> str | None:
+        file = self.path / "mlflow_run_id"
+        return file.read_text().strip() if file.exists() else None
+
+    def remember_tracking_id(self, run_id: str) -> None:
+        (self.path / "mlflow_run_id").write_text(run_id + "\n")
+
+    def mark_finished(self, finished: bool, reason: str) -> None:
+        if finished:
+            with self.writing():
+                (self.path / "FINISHED").write_text(reason + "\n")

@@ -1,0 +1,251 @@
+"""All calls of MLflow for one run, and what they report of the machine: versions, host, commit."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import logging
+import platform
+import posixpath
+import re
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+METRICS_PER_CALL = 1000  # MLflow's own limits
+_SETTINGS_PER_CALL = 100
+_LONGEST_NAME = 250
+_LONGEST_VALUE = 6000
+_PACKAGES = (
+    *("lm_pcfg", "torch", "triton", "deepspeed", "accelerate", "transformers"),
+    *("datasets", "safetensors", "mlflow", "mlflow-skinny", "numpy"),
+)
+
+
+class MlflowRun:
+    """A run in MLflow. Only the tracker's thread uses it. Each method can be called again until it has succeeded."""
+
+    def __init__(
+        self,
+        *,
+        uri: str,
+        artifact_location: str | None,
+        experiment: str,
+        run_name: str,
+        run_id: str | None,
+        parameters: dict[str, Any],
+        artifacts: dict[str, str],
+        tags: dict[str, str],
+        warn: Callable[[str], None],
+        remember_run_id: Callable[[str], None],
+    ) -> None:
+        self._uri = uri
+        self._artifact_location = artifact_location
+        self._experiment = experiment
+        self._run_name = run_name
+        self._wanted_run_id = run_id
+        self._parameters: dict[str, str] | None = _flatten(parameters)
+        self._artifacts: dict[str, str] | None = artifacts
+        self._tags = {valid_name(name): str(value)[:_LONGEST_VALUE] for name, value in tags.items()}
+        self._warn = warn
+        self._remember_run_id = remember_run_id
+        self._client: Any = None
+        self._experiment_id: str | None = None
+        self._run_id: str | None = None
+        self._earlier_parameters: dict[str, str] = {}
+        self._artifact_folder = ""
+
+    def begin(self) -> None:
+        """Open the store, find or create experiment and run."""
+        if self._run_id is not None:
+            return
+        if self._experiment_id is None:
+            with _alone_with_sqlite(self._uri):
+                self._client = _quiet_client(self._uri)
+                self._experiment_id = self._find_or_create_experiment()
+        self._run_id = self._continue_run() or self._create_run()
+        try:
+            self._remember_run_id(self._run_id)
+        except Exception as error:  # the caller's file; without it a resumed run starts a new MLflow run
+            self._warn(f"the MLflow run {self._run_id} could not be remembered for a resume: {one_line(error)}")
+
+    def _find_or_create_experiment(self) -> str:
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        if experiment is not None:
+            return experiment.experiment_id
+        try:
+            return self._client.create_experiment(self._experiment, artifact_location=self._artifact_location)
+        except Exception:
+            experiment = self._client.get_experiment_by_name(self._experiment)
+            if experiment is None:
+                raise
+            return experiment.experiment_id  # another run created it in between
+
+    def _continue_run(self) -> str | None:
+        if self._wanted_run_id is None:
+            return None
+        try:
+            run = self._client.get_run(self._wanted_run_id)
+        except Exception as error:
+            if not refused_for_good(error):
+                raise
+            run = None
+        if run is None or run.info.lifecycle_stage != "active":
+            self._warn(f"MLflow has no run {self._wanted_run_id} any more; a new one begins")
+            self._wanted_run_id = None
+            return None
+        self._client.update_run(self._wanted_run_id, status="RUNNING")
+        self._earlier_parameters = dict(run.data.params)
+        # The first files stay: how the run began is worth keeping.
+        self._artifact_folder = time.strftime("resumed-%Y%m%d-%H%M%S/")
+        return self._wanted_run_id
+
+    def _create_run(self) -> str:
+        return self._client.create_run(self._experiment_id, run_name=self._run_name).info.run_id
+
+    def log_settings(self) -> None:
+        """Parameters, tags. MLflow lets no parameter change: what a resume changes becomes a tag `resumed.<name>`."""
+        if self._parameters is None:
+            return
+        from mlflow.entities import Param, RunTag
+
+        new = {name: value for name, value in self._parameters.items() if name not in self._earlier_parameters}
+        changed = {
+            f"resumed.{name}"[:_LONGEST_NAME]: value
+            for name, value in self._parameters.items()
+            if self._earlier_parameters.get(name, value) != value
+        }
+        settings = [Param(*item) for item in new.items()] + [RunTag(*item) for item in (self._tags | changed).items()]
+        for start in range(0, len(settings), _SETTINGS_PER_CALL):
+            chunk = settings[start : start + _SETTINGS_PER_CALL]
+            self._client.log_batch(
+                self._run_id,
+                params=[setting for setting in chunk if isinstance(setting, Param)],
+                tags=[setting for setting in chunk if isinstance(setting, RunTag)],
+            )
+        self._parameters = None
+
+    def log_artifacts(self) -> None:
+        if self._artifacts is None:
+            return
+        for name, text in (environment_artifacts() | self._artifacts).items():
+            self._client.log_text(self._run_id, text, self._artifact_folder + name)
+        self._artifacts = None
+
+    def log_metrics(self, batch: list[tuple[str, float, int, int]]) -> None:
+        from mlflow.entities import Metric
+
+        self._client.log_batch(self._run_id, metrics=[Metric(*metric) for metric in batch])
+
+    def end(self, status: Status) -> None:
+        self._client.set_terminated(self._run_id, status)
+
+
+def _quiet_client(uri: str) -> Any:
+    from mlflow import MlflowClient  # 2 s, hence here in the thread
+
+    # MLflow, alembic and urllib3 tell their story on standard error; drop what this thread makes them say.
+    this_thread = threading.get_ident()
+
+    def not_from_here(record: logging.LogRecord) -> bool:
+        return record.thread != this_thread
+
+    for name in ("mlflow", "alembic", "sqlalchemy.engine"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(not_from_here)
+    logging.getLogger("urllib3.connectionpool").addFilter(not_from_here)
+    return MlflowClient(tracking_uri=uri)
+
+
+@contextlib.contextmanager
+def _alone_with_sqlite(uri: str) -> Iterator[None]:
+    """Hold off other runs while the sqlite store is created, and find out quickly whether it can be written.
+
+    MLflow's own lock lies in the temporary folder, so it knows nothing of other hosts; and it would try for 100 s to
+    open a file that cannot be opened.
+    """
+    path = re.sub(r"\?.*", "", uri.removeprefix("sqlite:///"))
+    if not uri.startswith("sqlite:///") or path in ("", ":memory:"):
+        yield
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.lock", "w") as lock_file:
+        with contextlib.suppress(OSError):  # a file system without locks: MLflow's own has to do
+            fcntl.flock(lock_file, fcntl.LOCK_EX)
+        with contextlib.closing(sqlite3.connect(path, timeout=10.0)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.rollback()
+        yield
+
+
+def refused_for_good(error: Exception) -> bool:
+    """Whether the store understood and said no, so that asking again is no use."""
+    return getattr(error, "error_code", None) in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+
+
+def one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r"://[^/@\s]+@", "://", text)  # a password in the address
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def valid_name(name: str) -> str:
+    """MLflow takes letters, digits and `_ - . : / space`, and only what reads as a plain relative path."""
+    name = posixpath.normpath(re.sub(r"[^\w./: -]", "_", name)).lstrip("/.") or "_"
+    return name[:_LONGEST_NAME].rstrip("/")
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """{"model": {"nt": 8}} as {"model.nt": "8"}."""
+    flat: dict[str, str] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            flat[valid_name(f"{prefix}{name}")] = text[:_LONGEST_VALUE]
+    return flat
+
+
+def environment_artifacts() -> dict[str, str]:
+    """What the run ran on: environment.json and pip-list.txt."""
+    versions = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name}
+    environment: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hostname": socket.gethostname(),
+        "command": sys.argv,
+        "git_commit": _git_commit(Path(__file__).parent),
+        "packages": {name: versions.get(name) for name in _PACKAGES},
+        "gpus": [],
+    }
+    torch = sys.modules.get("torch")  # a training has imported it; others need not wait for it
+    if torch is not None:
+        environment["cuda"] = torch.version.cuda
+        environment["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    pip_list = "".join(f"{name}=={versions[name]}\n" for name in sorted(versions, key=str.lower))
+    return {"environment.json": json.dumps(environment, indent=2) + "\n", "pip-list.txt": pip_list}
+
+
+def _git_commit(folder: Path) -> str | None:
+    """The commit this source was checked out from, with `+changes` where it was edited; None outside a repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # not a site-packages inside some other repository
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
