@@ -11,6 +11,18 @@ _WORD = re.compile(r"\([^\s()]* ([^\s()]+)\)")
 EMPTY = "-NONE-"  # the Penn Treebank's tag of traces, which are not in the text
 
 
+@dataclass(frozen=True)
+class Tree:
+    """A tree over words. A word has a tag; a node is a phrase above the tags, (first word, end, label).
+
+    Nodes are in the order of their opening brackets: parents before children, left before right.
+    """
+
+    words: tuple[str, ...]
+    tags: tuple[str, ...]  # one for each word
+    nodes: tuple[tuple[int, int, str], ...]
+
+
 class TreeError(ValueError):
     """Brackets that do not make a tree; the message says where."""
 
