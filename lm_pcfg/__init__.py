@@ -1,0 +1,40 @@
+"""Probabilistic context-free grammars as language models.
+
+    import lm_pcfg
+
+    model = lm_pcfg.load("runs/tiny")
+    model.score(["the cat sat"])      # natural log-probabilities
+    model.parse(["the cat sat"])      # trees
+
+Importing this package imports nothing heavy; `load` does.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lm_pcfg.inference.model import Model
+
+__all__ = ["load"]
+
+
+def load(
+    *paths: str | PathLike[str], weights: Literal["auto", "ema", "raw"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto", prepare_cpu: bool = False,
+) -> Model:  # fmt: skip
+    """Load a trained model from a run folder (its best checkpoint) or a checkpoint.
+
+    paths        several: their even mixture in scores and samples, their consensus in trees; none: the newest run
+                 under runs/
+    weights      averaged weights where there are any (auto, ema), or those of the last step (raw)
+    device       where to compute; auto: a GPU if there is one
+    prepare_cpu  set the process's number of threads and make it flush denormal numbers to zero, as the commands do: a
+                 CPU is much faster then. False: nothing of the process is changed.
+
+    Raises `lm_pcfg.errors.UserError` with a line for the user if it cannot be loaded.
+    """
+    from lm_pcfg.inference.model import load_model
+
+    return load_model(paths, weights=weights, device=device, prepare=prepare_cpu)

@@ -12,11 +12,11 @@ from lm_pcfg.inference.lines import Line, Warnings, map_lines
 VOCABULARY = Vocabulary.build([["a", "b", "c"]], VocabularyOptions())
 
 
-def lengths_of(sentences, on_lines):
-    """The function that is mapped: how long each sentence is, one at a time."""
-    for _ in range(len(sentences)):
+def lengths_of(some, on_lines):
+    """The function that is mapped: how many words each line has, one at a time."""
+    for _ in some:
         on_lines(1)
-    return sentences.lengths.tolist()
+    return [len(line.split()) for line in some]
 
 
 def test_values_have_the_order_of_the_lines_over_blocks(tmp_path, monkeypatch):

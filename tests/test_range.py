@@ -198,14 +198,19 @@ def test_range_beyond_fp64_is_computed_in_log_space():
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_a_sum_that_underflows_before_its_division_is_noticed():
-    """A CPU that flushes numbers below 1e-38 to zero, as training has it: 7 decades less than this test's others."""
-    torch.set_flush_denormal(True)  # the fixture in conftest.py sets it back
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_sum_that_underflows_before_its_division_is_noticed(flush):
+    """Numbers below 1e-38 are zero, as the commands have it (7 decades less than in the other tests), or denormal, as a
+    caller of the library may have it: then they are there, with few digits."""
+    torch.set_flush_denormal(flush)  # the fixture in conftest.py sets it back
+    smallest = 1.2e-38 if flush else 0.0
     generator = torch.Generator().manual_seed(30)
     for batch in range(6):
         rules = Rules(
-            *(torch.where(t < 1.2e-38, 0.0, t.float()) for t in random_rules(16, 32, spread=30.0, seed=batch))
+            *(torch.where(t < smallest, 0.0, t.float()) for t in random_rules(16, 32, spread=30.0, seed=batch))
         )
+        denormal = (rules.left > 0) & (rules.left < 1.2e-38)
+        assert denormal.any().item() == (not flush)
         lengths = torch.randint(1, 11, (50,), generator=generator).tolist()
         words = torch.randn(sum(lengths), 32, generator=generator, dtype=torch.float64) * 30.0
         emissions = words.log_softmax(-1).float()
@@ -216,6 +221,10 @@ def test_a_sum_that_underflows_before_its_division_is_noticed():
         possible = ~truth.isinf()
         allowed = 1e-6 * torch.maximum(truth.abs(), torch.tensor(lengths, dtype=torch.float64))
         assert ((ours - truth).abs() <= allowed)[possible].all()
+        tables = flash_inside.span_marginals(rules, emissions, lengths, "fp32", "torch")
+        true_tables = flash_inside.span_marginals(wide, emissions.double(), lengths, "fp64", "reference")
+        for table, true_table in zip(tables, true_tables, strict=True):
+            torch.testing.assert_close(table.double(), true_table, rtol=0, atol=2e-5)
 
 
 def test_recomputed_sentences_give_bf16_rules_fp32_gradients():

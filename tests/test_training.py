@@ -463,7 +463,7 @@ def test_training_lowers_the_loss_and_the_average_is_what_is_evaluated(tmp_path)
     lines = list(read_metrics(folder / "metrics.jsonl"))
     perplexities = [line["valid/ppl"] for line in lines if "valid/ppl" in line]
     assert perplexities[-1] < 0.85 * perplexities[0]
-    from lm_pcfg.inference.model import load_trained
+    from lm_pcfg.inference.trained import load_trained
 
     averaged, raw = (load_trained(folder, weights=weights, device="cpu") for weights in ("auto", "raw"))
     assert (averaged.weights, raw.weights) == ("ema", "raw")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -33,19 +34,22 @@ def in_triton(tensor: Tensor) -> bool:
     return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and triton_installed()
 
 
-def check_memory(needed: float, device: torch.device = CPU) -> None:
-    """Raise MemoryError if the GPU, or for a CPU this machine, has fewer bytes than that in all.
-
-    Allocators may hand out more than there is (overcommit), and the system then kills whoever uses it. A system that
-    does not tell how much it has passes.
-    """
+def memory_of(device: torch.device = CPU) -> float:
+    """Return how many bytes the GPU, or for a CPU this machine, has in all; inf if the system does not tell."""
     if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
-    else:
-        try:
-            there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (AttributeError, OSError, ValueError):
-            return
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return math.inf
+
+
+def check_memory(needed: float, device: torch.device = CPU) -> None:
+    """Raise MemoryError if the device has fewer bytes than that in all.
+
+    Allocators may hand out more than there is (overcommit), and the system then kills whoever uses it.
+    """
+    there = memory_of(device)
     if needed > there:
         raise MemoryError(f"at least {needed / 2**30:,.1f} GiB are needed, and there are {there / 2**30:,.1f}")
 

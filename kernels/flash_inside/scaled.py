@@ -36,6 +36,7 @@ from flash_inside.precision import (
 from flash_inside.rules import Rules
 
 LARGEST_BLOCK = 1 << 22  # elements of a temporary [rows, splits, N] (measured on a CPU: larger ones leave the cache)
+MOST_SPLITS_KEPT = 1 << 22  # of a chart, between its passes: those of all widths grow with the cube of the length
 
 
 class Result(NamedTuple):
@@ -72,7 +73,8 @@ class _Chart:
     def __init__(self, weights: _Weights, emissions: Tensor, layout: Layout, precision: Format):
         self.weights, self.layout, self.precision = weights, layout, precision
         self.n = weights.children.shape[1]
-        self._split_rows: dict[int, list[Tensor]] = {}
+        self._split_rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._splits_kept = 0
         device, rows = emissions.device, layout.rows
         self.leaf_word = torch.from_numpy(layout.leaf_word).to(device)
         self.eta_zeta = torch.empty(rows, 2, self.n, dtype=precision.storage, device=device)  # eta~, zeta~
@@ -94,11 +96,13 @@ class _Chart:
 
     def splits(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield blocks of the spans of a width: rows; rows of left parts, of right parts, log scales, each [r, k]."""
-        if width not in self._split_rows:  # made in the forward pass, met again in the derivatives
-            self._split_rows[width] = [
-                torch.from_numpy(part).to(self.scale.device) for part in self.layout.splits(width)
-            ]
-        left, right = self._split_rows[width]
+        if width in self._split_rows:  # made in the forward pass, met again in the derivatives
+            left, right = self._split_rows[width]
+        else:
+            left, right = (torch.from_numpy(part).to(self.scale.device) for part in self.layout.splits(width))
+            self._splits_kept += left.numel()
+            if self._splits_kept <= MOST_SPLITS_KEPT:
+                self._split_rows[width] = left, right
         log_scale = self.child_scale[:, 0][left] + self.child_scale[:, 1][right]
         first = self.layout.span_rows(width).start
         step = max(1, LARGEST_BLOCK // (self.n * (width - 1)))

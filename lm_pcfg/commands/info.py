@@ -29,6 +29,8 @@ def info(
         prepared.vocabulary_of(manifest)  # an error if it does not fit
         show(prepared.describe(manifest), as_json)
         return
-    from lm_pcfg.inference.model import describe, load_trained
+    from lm_pcfg import load
+    from lm_pcfg.inference.trained import describe
 
-    show(describe(load_trained(checkpoint, weights=weights, device=device)), as_json)
+    model = load(*([checkpoint] if checkpoint else []), weights=weights, device=device, prepare_cpu=True)
+    show(describe(model.grammars[0]), as_json)

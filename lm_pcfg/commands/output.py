@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 import math
 import sys
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+Checkpoints = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--checkpoint", help="Checkpoint or run folder; default: the best checkpoint of the newest run under runs/. "
+        "Given several times: their even mixture in scores, their consensus in trees.",
+    ),
+]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 WeightsOption = Annotated[
     Literal["auto", "ema", "raw"], typer.Option(help="Averaged weights where there are any (auto), or one kind.")

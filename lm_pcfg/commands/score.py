@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from lm_pcfg.commands.output import DeviceOption, Json, WeightsOption, print_json, print_table
+from lm_pcfg.commands.output import Checkpoints, DeviceOption, Json, WeightsOption, print_json, print_table
 from lm_pcfg.console import progress
 
 
 def score(
     file: Annotated[str, typer.Argument(help="Text with one sentence a line, - (standard input), or embedded:test.")],
-    checkpoint: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Checkpoint or run folder; default: the best checkpoint of the newest run under runs/. If it is given "
-            "several times, the even mixture of these grammars is scored."
-        ),
-    ] = None,
+    checkpoint: Checkpoints = None,
     per_sentence: Annotated[bool, typer.Option(help="Print the natural log-probability of every line.")] = False,
     as_json: Json = False,
     max_length: Annotated[int, typer.Option(min=1, help="Skip lines of more words.")] = 250,
@@ -38,14 +31,13 @@ def score(
     """Compute the perplexity of a text, or the log-probability of each of its lines."""
     if per_sentence and as_json:
         raise typer.BadParameter("--per-sentence and --json exclude each other: choose one")
+    from lm_pcfg import load
     from lm_pcfg.inference.lines import count_lines
-    from lm_pcfg.inference.model import load_trained
     from lm_pcfg.inference.score import TextScore, score_lines, score_report
 
-    paths: list[Path | None] = [*checkpoint] if checkpoint else [None]
-    mixture = [load_trained(path, weights=weights, device=device) for path in paths]
+    mixture = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True).grammars
     if root == "nonterminals":
-        mixture = [one.with_root_over_nonterminals() for one in mixture]
+        mixture = tuple(one.with_root_over_nonterminals() for one in mixture)
     result = TextScore()
     # Values on a terminal are progress enough.
     with progress("lines scored", count_lines(file), show=not (per_sentence and sys.stdout.isatty())) as bar:

@@ -15,6 +15,7 @@ from lm_pcfg.storage.durable import replace_file
 
 MODEL_FILE = "pieces.model"  # SentencePiece's own format: a protocol buffer
 KIND = "sentencepiece"
+SPACE = "\u2581"  # how SentencePiece writes a space, which belongs to the word after it
 UNKNOWN_PIECE = "<|unknown|>"  # not <unk>, which the Penn Treebank's text has as a word
 
 
@@ -68,6 +69,17 @@ class PieceVocabulary:
     def tokenise(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of the pieces of each line, without `<eos>`."""
         return self._processor.encode([" ".join(line.split()) for line in lines], out_type=int, num_threads=1)
+
+    def word_boundaries(self, ids: Sequence[int], words: int) -> list[int] | None:
+        """Return the positions between which the words of a tokenised line stand: [words + 1].
+
+        None if they cannot be told apart: a piece reaches over a space, or the model's normalisation has taken a word
+        away or made two of it.
+        """
+        pieces = self._processor.id_to_piece(list(ids))
+        starts = [0, *(place for place, piece in enumerate(pieces) if place and piece.startswith(SPACE))]
+        across = any(SPACE in piece[1:] for piece in pieces)
+        return [*starts, len(pieces)] if len(starts) == words and pieces and not across else None
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode([id for id in ids if id != self.end_id])

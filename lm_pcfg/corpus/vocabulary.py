@@ -120,6 +120,10 @@ class Vocabulary:
             return [[id_of.get(normalise(word, options), unknown) for word in line.split()] for line in lines]
         return [[id_of.get(word, unknown) for word in line.split()] for line in lines]
 
+    def word_boundaries(self, ids: Sequence[int], words: int) -> list[int] | None:
+        """Return the positions between which the words of a tokenised line stand: [words + 1]. Here all of them."""
+        return list(range(words + 1))
+
     def stored(self, ids: Any) -> Any:
         """Turn the ids of a prepared corpus (an array), which has no `<eos>`, into those of this vocabulary."""
         return ids if self.end_id is None else ids + (ids >= self.end_id)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import flash_inside
 from flash_inside import ResidentRules, Rules, Statistics
+from flash_inside.softmax import product_precision
 from lm_pcfg.grammar import analysis
 from lm_pcfg.grammar.emission import Emission
 
@@ -75,6 +76,25 @@ class Grammar(NamedTuple):
         self._check_differentiable()
         emissions = self.emission.log_probabilities(words)
         return flash_inside.inside_unchecked(self.rules, emissions, lengths, precision, backend)
+
+    @torch.no_grad()
+    def span_marginals(
+        self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto",
+        statistics: Statistics | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Posterior of every span: a table [l+1, l+1] a sentence, all zeros where it has no tree."""
+        with product_precision("fp32"):
+            emissions = self.emission.log_probabilities(words)
+        return flash_inside.span_marginals(self.rules, emissions, lengths, precision, backend, statistics)
+
+    @torch.no_grad()
+    def viterbi(
+        self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto"
+    ) -> list[tuple[float, list[tuple[int, int, int]]]]:
+        """Find the most probable labelled tree of every sentence, as `flash_inside.viterbi` returns it."""
+        with product_precision("fp32"):
+            emissions = self.emission.log_probabilities(words)
+        return flash_inside.viterbi(self.rules, emissions, lengths, precision, backend)
 
     def _check_differentiable(self) -> None:
         if self.entrances is not None and self.entrances[0] is not self.left and torch.is_grad_enabled():

@@ -1,7 +1,7 @@
 """From the lines of a text to one value a line, in the order of the lines.
 
-`map_lines` is the frame of every command that reads text: it reads blocks of lines, tokenises them, skips lines that
-cannot be computed, and calls one function with the encoded sentences of a block. `score` is its first user.
+`map_lines` is the frame of every command that reads text: it reads blocks of lines, skips lines that cannot be
+computed, and calls one function with the other lines of a block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 
 from lm_pcfg.corpus.lengths import BLANK, KEPT, TOO_LONG, TOO_SHORT, Limits
 from lm_pcfg.corpus.pieces import AnyVocabulary
-from lm_pcfg.corpus.sentences import Sentences, encode_sentences
 from lm_pcfg.corpus.shards.files import is_json, is_parquet
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
 from lm_pcfg.corpus.vocabulary import Vocabulary
@@ -58,18 +57,23 @@ class Warnings:
 
 
 def map_lines(
-    source: str, vocabulary: AnyVocabulary, function: Callable[[Sentences, OnLines], Sequence[Value]], *, command: str,
-    max_length: int, min_length: int = 1, warnings: Warnings, on_lines: OnLines = lambda lines: None,
+    source: str, vocabulary: AnyVocabulary, function: Callable[[list[str], OnLines], Sequence[Value]], *, command: str,
+    max_length: int, why_limited: str = "", min_length: int = 1, warnings: Warnings,
+    on_lines: OnLines = lambda lines: None,
 ) -> Iterator[Line[Value]]:  # fmt: skip
     """Yield every line of the source ('-' is standard input) with the value that the function computes for it.
 
-    function    gets the encoded sentences of a block, and returns one value for each, in their order; it calls its
-                second argument with the number of sentences whenever some are done
-    command     names the caller in messages
-    max_length  in words or pieces; longer lines are skipped with a warning, blank lines without
-    min_length  in symbols that the model sees, so with `<eos>` if ends are explicit; shorter lines are skipped, too
+    function     gets the lines of a block, and returns one value for each, in their order; it calls its second argument
+                 with the number of lines whenever some are done
+    command      names the caller in messages
+    max_length   in words or pieces; longer lines are skipped with a warning, blank lines without
+    why_limited  what the warning says of this limit
+    min_length   in symbols that the model sees, so with `<eos>` if ends are explicit; shorter lines are skipped, too
     """
     name, unit, limits = display_name(source), unit_of(vocabulary), Limits(max_length, min_length)
+    why_limited = why_limited or (
+        f"--max-length {max_length} is the limit (memory and time grow with its square and cube)"
+    )
     if is_json(Path(source)) or is_parquet(Path(source)):
         problem = f"{name}: {command} reads text, one sentence a line"
         raise UserError(f"{problem}; take the sentences out of their field first")
@@ -81,12 +85,11 @@ def map_lines(
         for (number, _), length, reason in zip(block, lengths.tolist(), reasons, strict=True):
             place, count = f"{name}, line {number}", f"one {unit[:-1]}" if length == 1 else f"{length:,} {unit}"
             if reason == "long":
-                warnings.add("long", f"{place}: {count}, skipped; --max-length {max_length} is the limit "
-                             "(memory and time grow with its square and cube)")  # fmt: skip
+                warnings.add("long", f"{place}: {count}, skipped; {why_limited}")
             elif reason == "short":
                 warnings.add("short", f"{place}: {count}, skipped: the model gives no probability to so few")
-        kept = [line for line, reason in zip(block, reasons, strict=True) if not reason]
-        values = iter(function(encode_sentences(kept, vocabulary), on_lines) if kept else ())
+        kept = [text for (_, text), reason in zip(block, reasons, strict=True) if not reason]
+        values = iter(function(kept, on_lines) if kept else ())
         on_lines(len(block) - len(kept))
         for (number, text), reason in zip(block, reasons, strict=True):
             yield Line(number, text, None if reason else next(values), reason)

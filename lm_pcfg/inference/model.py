@@ -1,90 +1,144 @@
-"""A trained grammar with all that is needed to use it: loading it from a run, and describing it."""
+"""A model as users have it, in Python and behind the commands: `lm_pcfg.load` returns one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Sequence
+from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
+import numpy as np
 
-from lm_pcfg.corpus.pieces import AnyVocabulary, load_vocabulary
+from flash_inside import Statistics
+from flash_inside.devices import memory_of
+from lm_pcfg.corpus.batches import BatchOptions, plan_batches
+from lm_pcfg.corpus.pieces import AnyVocabulary
+from lm_pcfg.corpus.sentences import encode_sentences
+from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.distributed.collectives import prepare_cpu
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.computation import EXACT
-from lm_pcfg.grammar.families import family_of
-from lm_pcfg.grammar.likelihood import perplexity
-from lm_pcfg.settings import Settings
-from lm_pcfg.settings_file import load_settings
-from lm_pcfg.storage import checkpoint
+from lm_pcfg.grammar.parsing import NO_TREE, Parser, as_array, mbr_trees, mean_posteriors
+from lm_pcfg.inference.lines import OnLines
+from lm_pcfg.inference.score import BATCH_COST, check_mixture, mixture_log_probabilities
+from lm_pcfg.inference.trained import TrainedGrammar, Weights, load_trained
 
-Weights = Literal["auto", "ema", "raw"]
+Method = Literal["mbr", "viterbi"]
 
 
-@dataclass(frozen=True)
-class TrainedGrammar:
-    grammar: Any  # what its family computes: a Distribution, of simple PCFGs a Grammar
-    vocabulary: AnyVocabulary
-    settings: Settings
-    checkpoint: Path
-    state: dict[str, Any]
-    weights: str  # "ema" or "raw"
-    parameters: int
-    fewest_symbols: int  # of a sentence that can have a probability
-
-    def with_root_over_nonterminals(self) -> TrainedGrammar:
-        """The same with the paper's root: it chooses nonterminals only, and sentences of one word have no tree."""
-        if not hasattr(self.grammar, "with_root_over_nonterminals"):
-            raise UserError(f"{self.checkpoint}: a model of family {self.settings.model.family} has no such root")
-        return replace(self, grammar=self.grammar.with_root_over_nonterminals(), fewest_symbols=2)
+def load_model(
+    paths: Sequence[str | PathLike[str]], *, weights: Weights = "auto", device: str = "auto", prepare: bool = False
+) -> Model:
+    """Load one trained grammar or several; see `lm_pcfg.load`."""
+    if prepare:
+        prepare_cpu()
+    chosen: list[Path | None] = [Path(path) for path in paths] or [None]
+    return Model([load_trained(path, weights=weights, device=device) for path in chosen])
 
 
-def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = "auto") -> TrainedGrammar:
-    """Load a checkpoint or the best one of a run folder; None stands for the newest run under runs/."""
-    prepare_cpu()
-    run_folder, folder = checkpoint.resolve_checkpoint(path)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda was asked for, but PyTorch sees no GPU; use --device cpu")
-    loaded = checkpoint.load(folder, with_optimizer=False)
-    if not (run_folder / "config.yaml").exists():
-        raise UserError(f"{folder} is not in a run folder: {run_folder} has no config.yaml; copy the whole run")
-    settings = load_settings(run_folder / "config.yaml")
-    vocabulary = load_vocabulary(run_folder / "vocab")
-    if loaded.state["vocabulary_hash"] != vocabulary.hash:
-        raise UserError(f"{folder} was trained with another vocabulary than {run_folder / 'vocab'} holds")
-    family = family_of(settings.model)
-    family.check_memory(settings.model, len(vocabulary), device)
-    model = family.build(settings.model, vocabulary.words, settings.seed)
-    try:
-        model.load_state_dict(loaded.weights(weights))
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{folder} does not fit {run_folder / 'config.yaml'}: {reason[:300]}") from None
-    with torch.no_grad():
-        grammar = model.to(device)(EXACT)
-    return TrainedGrammar(
-        grammar=grammar, vocabulary=vocabulary, settings=settings, checkpoint=folder, state=loaded.state,
-        weights="raw" if weights == "raw" or loaded.ema is None else "ema",
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        fewest_symbols=family.fewest_symbols(settings.model),
-    )  # fmt: skip
+class Model:
+    """One trained grammar, or several: an even mixture of them in `score` and `sample`, their consensus in trees.
 
+    Lines are text as it was trained on, words between white space; unknown words are mapped for the model and shown as
+    written. Lines may be of any length and number: they are computed in batches of similar length.
+    """
 
-def describe(trained: TrainedGrammar) -> dict[str, Any]:
-    """What `lm_pcfg info` prints about a checkpoint: where it comes from, its settings, what its grammar is like."""
-    state, best = trained.state, trained.state.get("best_nll")
-    return {
-        "checkpoint": str(trained.checkpoint),
-        "weights": trained.weights,
-        "step": state["step"],
-        "epoch": state["epoch"],
-        "best_validation_ppl": perplexity(best) if best is not None else None,
-        "best_step": state.get("best_step"),
-        "vocabulary": len(trained.vocabulary),
-        "vocabulary_hash": trained.vocabulary.hash,
-        "parameters": trained.parameters,
-        **trained.settings.model.model_dump(mode="json"),
-        **{name.removeprefix("grammar/"): value for name, value in trained.grammar.describe(thorough=True).items()},
-    }
+    def __init__(self, grammars: Sequence[TrainedGrammar], *, precision: str = "fp32", batch_cost: int = BATCH_COST):
+        """precision: of the inside algorithm; batch_cost: words squared of a batch."""
+        self.grammars = tuple(grammars)
+        self.precision, self.batch_cost = precision, batch_cost
+        self.statistics = Statistics()  # of all that was computed: how many sentences, how many of them twice
+
+    @property
+    def vocabulary(self) -> AnyVocabulary:
+        """The vocabulary, where there are several that of the first."""
+        return self.grammars[0].vocabulary
+
+    def __repr__(self) -> str:
+        return f"lm_pcfg.load({', '.join(repr(str(one.checkpoint)) for one in self.grammars)})"
+
+    # ---- probabilities ----------------------------------------------------------------------------------------------
+
+    def score(self, lines: Sequence[str], *, on_lines: OnLines = lambda lines: None) -> np.ndarray:
+        """Return the natural log-probability of every line: fp64 [lines].
+
+        -inf: the grammar cannot generate it; NaN: the line is blank. on_lines is called with the number of lines
+        whenever some are done.
+        """
+        check_mixture(self.grammars)
+        scores = np.full(len(lines), math.nan)
+        there = [number for number, line in enumerate(lines) if line.split()]
+        sentences = encode_sentences(((number, lines[number]) for number in there), self.vocabulary)
+        if sentences.lines != len(there):  # a line of which the vocabulary makes nothing
+            there = sentences.line_numbers.tolist()
+        scores[there] = mixture_log_probabilities(
+            self.grammars, sentences, precision=self.precision, batch_cost=self.batch_cost,
+            statistics=self.statistics, on_lines=on_lines,
+        )  # fmt: skip
+        return scores
+
+    # ---- trees ------------------------------------------------------------------------------------------------------
+
+    def parse(
+        self, lines: Sequence[str], method: Method = "mbr", *, on_lines: OnLines = lambda lines: None
+    ) -> list[Tree]:
+        """Return the tree of every line, over its words.
+
+        mbr      the tree with the most right spans in expectation, without labels: the mean of the span posteriors of
+                 all grammars decides
+        viterbi  the most probable tree of one grammar; labels are its symbols, N0, N1, ... and P0, P1, ...
+
+        A line of one word has a tree of one word. A line that no grammar can generate, or a blank one, has a tree
+        without words.
+        """
+        trees = [NO_TREE] * len(lines)
+        parsers = self._parsers()
+        if method == "viterbi" and len(parsers) > 1:
+            raise UserError("a consensus is that of span posteriors: use mbr, or one checkpoint for viterbi")
+        for indices in self._batches(lines):
+            some = [lines[index] for index in indices]
+            if method == "viterbi":
+                found = parsers[0].best_trees(some)
+            else:
+                tables = [parser.posteriors(some, self.statistics) for parser in parsers]
+                found = mbr_trees(some, mean_posteriors(tables))
+            for index, tree in zip(indices, found, strict=True):
+                trees[index] = tree
+            on_lines(len(indices))
+        return trees
+
+    def marginals(self, lines: Sequence[str], *, on_lines: OnLines = lambda lines: None) -> list[np.ndarray]:
+        """Return the posterior of every span of words of every line: fp64 tables [words+1, words+1].
+
+        Entry (i, j), i < j, is of the words i..j-1. Several grammars: the mean over those that have a tree. All zeros:
+        none has one.
+        """
+        tables = [np.zeros((1, 1))] * len(lines)
+        parsers = self._parsers()
+        for indices in self._batches(lines):
+            some = [lines[index] for index in indices]
+            means = mean_posteriors([parser.posteriors(some, self.statistics) for parser in parsers])
+            for index, line, mean in zip(indices, some, means, strict=True):
+                tables[index] = as_array(mean, len(line.split()))
+            on_lines(len(indices))
+        return tables
+
+    def longest_line(self) -> int:
+        """Return how many words (or pieces) a line may have so that its chart fits into the memory of the device."""
+        n = max(one.grammar.rules.nonterminals for one in self.grammars)
+        row = 4 * 5 * n + 100  # bytes: eta, zeta, beta, the derivatives of the first two, in fp32; scales
+        spans = 0.8 * memory_of(self.grammars[0].grammar.root.device) / row
+        return max(1, int(math.sqrt(2 * spans)))
+
+    def _parsers(self) -> list[Parser]:
+        parsers = [Parser(one.grammar, one.vocabulary, self.precision) for one in self.grammars]
+        for parser in parsers:
+            parser.check()
+        return parsers
+
+    def _batches(self, lines: Sequence[str]) -> Iterator[list[int]]:
+        """Yield the indices of lines of similar length that are computed together; blank lines are in none."""
+        lengths = np.array([len(ids) for ids in self.vocabulary.tokenise(lines)], dtype=np.int64)
+        there = np.flatnonzero(lengths)
+        for batch in plan_batches(lengths[there], BatchOptions(by="cost", cost=self.batch_cost)):
+            yield there[batch].tolist()

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from flash_inside import Statistics
-from lm_pcfg.corpus.sentences import Sentences
+from lm_pcfg.corpus.sentences import Sentences, encode_sentences
 from lm_pcfg.corpus.text import EMBEDDED_PREFIX, display_name, read_words
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, perplexity, sentence_log_probabilities
 from lm_pcfg.inference.lines import OnLines, Warnings, map_lines, unit_of
-from lm_pcfg.inference.model import TrainedGrammar
+from lm_pcfg.inference.trained import TrainedGrammar
+
+BATCH_COST = 25_600  # words squared of a batch
 
 
 @dataclass
@@ -49,16 +51,8 @@ class TextScore:
         return CorpusScore(math.fsum(self.nlls), self.bytes, self.lines, impossible=0).perplexity
 
 
-def score_lines(
-    mixture: Sequence[TrainedGrammar], source: str, result: TextScore, *, max_length: int, precision: str = "fp32",
-    backend: str = "auto", batch_cost: int = 25_600, warn: Callable[[str], None],
-    on_lines: OnLines = lambda lines: None,
-) -> Iterator[float | None]:  # fmt: skip
-    """Yield the log-probability of every line (-inf: skipped, None: blank), and add up the sums in `result`.
-
-    mixture: grammars of one vocabulary. Several, each with the same share, are one grammar again: that of all their
-    symbols, whose root first chooses one of them.
-    """
+def check_mixture(mixture: Sequence[TrainedGrammar]) -> None:
+    """Refuse grammars of different vocabularies: their probabilities are of different strings."""
     first = mixture[0]
     for other in mixture:
         if other.vocabulary.hash != first.vocabulary.hash:
@@ -66,16 +60,40 @@ def score_lines(
                 f"{first.checkpoint} and {other.checkpoint} have different vocabularies; a mixture needs one for all"
             )
 
-    def log_probabilities(sentences: Sentences, on_lines: OnLines) -> list[float]:
-        parts = [
-            sentence_log_probabilities(
-                one.grammar, sentences, batch_cost=batch_cost, precision=precision, backend=backend,
-                statistics=result.statistics,
-                on_batch=on_lines if one is mixture[-1] else lambda lines: None,  # done when the last grammar has them
-            )
-            for one in mixture
-        ]  # fmt: skip
-        log_p = np.logaddexp.reduce(parts) - math.log(len(mixture))  # of the mean probability, fp64 [lines]
+
+def mixture_log_probabilities(
+    mixture: Sequence[TrainedGrammar], sentences: Sentences, *, precision: str = "fp32", backend: str = "auto",
+    batch_cost: int = BATCH_COST, statistics: Statistics | None = None, on_lines: OnLines = lambda lines: None,
+) -> np.ndarray:  # fmt: skip
+    """Return the log-probability of every sentence, fp64 [lines], -inf for those without a tree.
+
+    mixture: grammars of one vocabulary. Several, each with the same share, are one grammar again: that of all their
+    symbols, whose root first chooses one of them.
+    """
+    parts = [
+        sentence_log_probabilities(
+            one.grammar, sentences, batch_cost=batch_cost, precision=precision, backend=backend, statistics=statistics,
+            on_batch=on_lines if one is mixture[-1] else lambda lines: None,  # done when the last grammar has them
+        )
+        for one in mixture
+    ]  # fmt: skip
+    return np.logaddexp.reduce(parts) - math.log(len(mixture))  # of the mean probability
+
+
+def score_lines(
+    mixture: Sequence[TrainedGrammar], source: str, result: TextScore, *, max_length: int, precision: str = "fp32",
+    backend: str = "auto", batch_cost: int = BATCH_COST, warn: Callable[[str], None],
+    on_lines: OnLines = lambda lines: None,
+) -> Iterator[float | None]:  # fmt: skip
+    """Yield the log-probability of every line (-inf: skipped, None: blank), and add up the sums in `result`."""
+    check_mixture(mixture)
+
+    def log_probabilities(lines: list[str], on_lines: OnLines) -> list[float]:
+        sentences = encode_sentences(enumerate(lines, start=1), vocabulary)
+        log_p = mixture_log_probabilities(
+            mixture, sentences, precision=precision, backend=backend, batch_cost=batch_cost,
+            statistics=result.statistics, on_lines=on_lines,
+        )  # fmt: skip
         score = corpus_score(sentences, log_p)
         result.nlls.append(score.nll)
         result.pieces += score.words
@@ -84,7 +102,7 @@ def score_lines(
         result.unknown_words += int(np.count_nonzero((sentences.ids == sentences.unknown_id) & is_scored))
         return log_p.tolist()
 
-    name, warnings, vocabulary = display_name(source), Warnings(warn), first.vocabulary
+    name, warnings, vocabulary = display_name(source), Warnings(warn), mixture[0].vocabulary
     fewest = min(one.fewest_symbols for one in mixture)
     lines = map_lines(
         source, vocabulary, log_probabilities, command="score", max_length=max_length,

@@ -1,0 +1,141 @@
+"""Trees of lines of text: posteriors of spans of words, the consensus of several models, MBR and Viterbi.
+
+A model sees symbols: words, pieces of words, perhaps `<eos>` at the end. Trees are over the words of a line, so a table
+of span posteriors is cut down to the positions where words begin and end. Tables over words can be averaged whatever
+the vocabularies of their models are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import flash_inside
+from flash_inside import Statistics
+from lm_pcfg.corpus.pieces import AnyVocabulary
+from lm_pcfg.corpus.treebank import Tree
+from lm_pcfg.errors import UserError
+
+PHRASE, TAG = "X", "T"  # labels of trees that have none
+NO_TREE = Tree((), (), ())
+
+
+class Parser(NamedTuple):
+    """A grammar that makes trees, with its vocabulary."""
+
+    grammar: Any  # a distribution with `span_marginals` and `viterbi`
+    vocabulary: AnyVocabulary
+    precision: str = "fp32"
+    backend: str = "auto"
+
+    def check(self) -> None:
+        """Refuse a model of a family without trees."""
+        if not hasattr(self.grammar, "span_marginals"):
+            raise UserError(f"a {type(self.grammar).__name__} has no trees: parsing needs a model with a grammar")
+
+    def encode(self, lines: Sequence[str]) -> tuple[Tensor, list[int], list[list[int] | None]]:
+        """Return the ids of all lines [sum(lengths)], their lengths, and where the words of each stand."""
+        tokenised = self.vocabulary.tokenise(lines)
+        boundaries = [
+            self.vocabulary.word_boundaries(ids, len(line.split())) for ids, line in zip(tokenised, lines, strict=True)
+        ]
+        end = [] if self.vocabulary.end_id is None else [self.vocabulary.end_id]
+        symbols = [ids + end for ids in tokenised]
+        return torch.tensor([id for ids in symbols for id in ids]), [len(ids) for ids in symbols], boundaries
+
+    def posteriors(self, lines: Sequence[str], statistics: Statistics | None = None) -> list[Tensor | None]:
+        """Return the posterior of every span of words: a table [words+1, words+1] a line, none of them blank.
+
+        None: the model has no tree for this line, or cannot tell its words apart.
+        """
+        symbols, lengths, boundaries = self.encode(lines)
+        tables = self.grammar.span_marginals(
+            symbols, lengths, precision=self.precision, backend=self.backend, statistics=statistics
+        )
+        possible = torch.stack([table[0, -1] for table in tables]).tolist()  # that of the whole line is 1, or 0
+        results: list[Tensor | None] = []
+        for table, own, exists in zip(tables, boundaries, possible, strict=True):
+            if own is not None and len(own) < len(table):  # pieces, or an <eos> that is no word
+                index = torch.tensor(own, device=table.device)
+                table = table[index[:, None], index]
+            results.append(table if exists and own is not None else None)
+        return results
+
+    def best_trees(self, lines: Sequence[str]) -> list[Tree]:
+        """Return Viterbi's tree of every line, with symbols as labels; NO_TREE where there is none."""
+        symbols, lengths, boundaries = self.encode(lines)
+        found = self.grammar.viterbi(symbols, lengths, precision=self.precision, backend=self.backend)
+        n = self.grammar.rules.nonterminals
+        return [
+            labelled_tree(line.split(), nodes, own, n) if nodes and own is not None else NO_TREE
+            for line, (_, nodes), own in zip(lines, found, boundaries, strict=True)
+        ]
+
+
+def symbol_name(symbol: int, nonterminals: int) -> str:
+    """N7 is the nonterminal number 7, P7 the preterminal number 7."""
+    return f"N{symbol}" if symbol < nonterminals else f"P{symbol - nonterminals}"
+
+
+def labelled_tree(
+    words: Sequence[str], nodes: Sequence[tuple[int, int, int]], boundaries: Sequence[int], nonterminals: int
+) -> Tree:
+    """Turn the nodes of a tree over symbols into a tree over words.
+
+    Nodes that begin or end inside of a word are left out, and so is what is below a word: its tag is that of the
+    highest node that is just this word, or, if there is none, of its first piece. Without `<eos>`, which is no word,
+    a node above it ends one symbol earlier, where its other child ends; of these two the upper one stays.
+    """
+    place = {position: word for word, position in enumerate(boundaries)}
+    last = boundaries[-1]
+    tags: list[str] = [""] * len(words)
+    phrases: dict[tuple[int, int], str] = {}
+    for first, end, symbol in nodes:  # parents come before their children
+        if first >= last:
+            continue  # <eos> itself
+        word, word_end, label = place.get(first), place.get(min(end, last)), symbol_name(symbol, nonterminals)
+        if word is None:
+            continue
+        if word_end == word + 1 or (word_end is None and end - first == 1):
+            tags[word] = tags[word] or label
+        elif word_end is not None:
+            phrases.setdefault((word, word_end), label)
+    return Tree(tuple(words), tuple(tags), tuple((first, end, label) for (first, end), label in phrases.items()))
+
+
+def mean_posteriors(tables: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """Average the tables of several models, line by line; a model without a tree for a line is left out of its mean."""
+    if len(tables) == 1:
+        return list(tables[0])
+    means: list[Tensor | None] = []
+    for of_line in zip(*tables, strict=True):
+        there = [table.double().cpu() for table in of_line if table is not None]
+        means.append(torch.stack(there).mean(0) if there else None)
+    return means
+
+
+def mbr_trees(lines: Sequence[str], tables: Sequence[Tensor | None]) -> list[Tree]:
+    """Return the tree with the most right spans in expectation for every line, without labels.
+
+    A line of one word has only one tree, whatever a model says; another line without a table has NO_TREE.
+    """
+    found = iter(flash_inside.mbr([table for table in tables if table is not None]))
+    trees = []
+    for line, table in zip(lines, tables, strict=True):
+        words = tuple(line.split())
+        spans = next(found) if table is not None else []
+        tree = NO_TREE
+        if spans or len(words) == 1:
+            phrases = tuple((first, end, PHRASE) for first, end in spans if end - first > 1)
+            tree = Tree(words, (TAG,) * len(words), phrases)
+        trees.append(tree)
+    return trees
+
+
+def as_array(table: Tensor | None, words: int) -> np.ndarray:
+    """Return a table as fp64 [words+1, words+1]; zeros for None."""
+    return np.zeros((words + 1, words + 1)) if table is None else table.double().cpu().numpy()

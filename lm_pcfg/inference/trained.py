@@ -1,0 +1,92 @@
+"""A trained grammar with all that is needed to use it: loading it from a run, and describing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lm_pcfg.corpus.pieces import AnyVocabulary, load_vocabulary
+from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.computation import EXACT
+from lm_pcfg.grammar.families import family_of
+from lm_pcfg.grammar.likelihood import perplexity
+from lm_pcfg.settings import Settings
+from lm_pcfg.settings_file import load_settings
+from lm_pcfg.storage import checkpoint
+
+Weights = Literal["auto", "ema", "raw"]
+
+
+@dataclass(frozen=True)
+class TrainedGrammar:
+    grammar: Any  # what its family computes: a Distribution, of simple PCFGs a Grammar
+    vocabulary: AnyVocabulary
+    settings: Settings
+    checkpoint: Path
+    state: dict[str, Any]
+    weights: str  # "ema" or "raw"
+    parameters: int
+    fewest_symbols: int  # of a sentence that can have a probability
+
+    def with_root_over_nonterminals(self) -> TrainedGrammar:
+        """The same with the paper's root: it chooses nonterminals only, and sentences of one word have no tree."""
+        if not hasattr(self.grammar, "with_root_over_nonterminals"):
+            raise UserError(f"{self.checkpoint}: a model of family {self.settings.model.family} has no such root")
+        return replace(self, grammar=self.grammar.with_root_over_nonterminals(), fewest_symbols=2)
+
+
+def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = "auto") -> TrainedGrammar:
+    """Load a checkpoint or the best one of a run folder; None stands for the newest run under runs/.
+
+    It changes no setting of the process: a command calls `prepare_cpu` itself.
+    """
+    run_folder, folder = checkpoint.resolve_checkpoint(path)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda was asked for, but PyTorch sees no GPU; use --device cpu")
+    loaded = checkpoint.load(folder, with_optimizer=False)
+    if not (run_folder / "config.yaml").exists():
+        raise UserError(f"{folder} is not in a run folder: {run_folder} has no config.yaml; copy the whole run")
+    settings = load_settings(run_folder / "config.yaml")
+    vocabulary = load_vocabulary(run_folder / "vocab")
+    if loaded.state["vocabulary_hash"] != vocabulary.hash:
+        raise UserError(f"{folder} was trained with another vocabulary than {run_folder / 'vocab'} holds")
+    family = family_of(settings.model)
+    family.check_memory(settings.model, len(vocabulary), device)
+    with torch.random.fork_rng(devices=[]):  # PyTorch's modules draw their first weights from the caller's generator
+        model = family.build(settings.model, vocabulary.words, settings.seed)
+    try:
+        model.load_state_dict(loaded.weights(weights))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{folder} does not fit {run_folder / 'config.yaml'}: {reason[:300]}") from None
+    with torch.no_grad():
+        grammar = model.to(device)(EXACT)
+    return TrainedGrammar(
+        grammar=grammar, vocabulary=vocabulary, settings=settings, checkpoint=folder, state=loaded.state,
+        weights="raw" if weights == "raw" or loaded.ema is None else "ema",
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        fewest_symbols=family.fewest_symbols(settings.model),
+    )  # fmt: skip
+
+
+def describe(trained: TrainedGrammar) -> dict[str, Any]:
+    """What `lm_pcfg info` prints about a checkpoint: where it comes from, its settings, what its grammar is like."""
+    state, best = trained.state, trained.state.get("best_nll")
+    return {
+        "checkpoint": str(trained.checkpoint),
+        "weights": trained.weights,
+        "step": state["step"],
+        "epoch": state["epoch"],
+        "best_validation_ppl": perplexity(best) if best is not None else None,
+        "best_step": state.get("best_step"),
+        "vocabulary": len(trained.vocabulary),
+        "vocabulary_hash": trained.vocabulary.hash,
+        "parameters": trained.parameters,
+        **trained.settings.model.model_dump(mode="json"),
+        **{name.removeprefix("grammar/"): value for name, value in trained.grammar.describe(thorough=True).items()},
+    }
