@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lm_pcfg.commands import bench, info, prepare, report, score, search, train
+from lm_pcfg.commands import bench, evaluate, info, parse, prepare, report, score, search, train
 from lm_pcfg.console import say
 from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
 
@@ -24,6 +24,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "prepare": prepare.prepare,
     "train": train.train,
     "score": score.score,
+    "parse": parse.parse,
+    "evaluate": evaluate.evaluate,
     "info": info.info,
     "report": report.report,
     "search": search.search,

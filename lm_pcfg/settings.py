@@ -194,6 +194,19 @@ class EvaluationSection(Section):
     precision: Precision = setting("fp32", "precision of the inside algorithm in evaluation")
     batch_cost: Count = setting(25600, "budget of words squared of an evaluation batch")
     max_length: Count | None = setting(250, "longer validation sentences are left out; null: keep all")
+    trees: str | None = setting(
+        None, "gold trees in Penn brackets, whose S-F1 is logged at every evaluation (punctuation is left out)",
+        min_length=1,
+    )  # fmt: skip
+    select: Literal["likelihood", "trees"] = setting(
+        "likelihood", "what makes a checkpoint the best: the validation text's likelihood, or S-F1"
+    )
+
+    @check(mode="after")
+    def _trees_to_select_by(self) -> EvaluationSection:
+        if self.select == "trees" and self.trees is None:
+            raise ValueError("select trees needs gold trees: give evaluation.trees")
+        return self
 
 
 class EmaSection(Section):

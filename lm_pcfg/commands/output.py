@@ -21,6 +21,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 WeightsOption = Annotated[
     Literal["auto", "ema", "raw"], typer.Option(help="Averaged weights where there are any (auto), or one kind.")
 ]
+PrecisionOption = Annotated[
+    Literal["fp64", "fp32", "tf32", "bf16"], typer.Option(help="Precision of the inside algorithm.")
+]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
 
 

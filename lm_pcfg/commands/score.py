@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from lm_pcfg.commands.output import Checkpoints, DeviceOption, Json, WeightsOption, print_json, print_table
+from lm_pcfg.commands.output import (
+    Checkpoints,
+    DeviceOption,
+    Json,
+    PrecisionOption,
+    WeightsOption,
+    print_json,
+    print_table,
+)
 from lm_pcfg.console import progress
 
 
@@ -17,9 +25,7 @@ def score(
     per_sentence: Annotated[bool, typer.Option(help="Print the natural log-probability of every line.")] = False,
     as_json: Json = False,
     max_length: Annotated[int, typer.Option(min=1, help="Skip lines of more words.")] = 250,
-    precision: Annotated[
-        Literal["fp64", "fp32", "tf32", "bf16"], typer.Option(help="Precision of the inside algorithm.")
-    ] = "fp32",
+    precision: PrecisionOption = "fp32",
     root: Annotated[
         Literal["trained", "nonterminals"],
         typer.Option(help="nonterminals: renormalise to the paper's root, which skips one-word lines."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -24,9 +25,12 @@ from lm_pcfg.corpus.shards.prepared import PreparedCorpus, is_prepared, read_man
 from lm_pcfg.corpus.shards.raw import IndexStore, RawCorpus, RawOptions, build_vocabulary
 from lm_pcfg.corpus.stream import BatchStream, Plan, TextPlan
 from lm_pcfg.corpus.text import COMPRESSION, EMBEDDED_PREFIX, read_words
+from lm_pcfg.corpus.treebank import PENN_PUNCTUATION, Tree, load_trees, without
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyError, VocabularyOptions
 from lm_pcfg.errors import UserError
-from lm_pcfg.settings import DataSection, Settings
+from lm_pcfg.settings import DataSection, EvaluationSection, Settings
+
+MOST_UNKNOWN = 0.2  # of the words of gold trees, before a warning
 
 Text = Sentences | StreamedText
 Weighted = tuple[list[str], Fraction]  # the names of a corpus, and how often an epoch reads it
@@ -37,6 +41,7 @@ class Corpora:
     vocabulary: AnyVocabulary
     train: Text
     valid: Sentences | None
+    trees: list[Tree] | None = None  # gold ones, without punctuation, of two words or more
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,8 @@ def load_corpora(settings: Settings, vocabulary: AnyVocabulary | None, min_lengt
         way_out = "check data.max_length" + (", or use model.root=all for one-word lines" if min_length > 1 else "")
         raise UserError(f"{names}: no sentence of {min_length} to {limits.max_length} words; {way_out}")
     if data.valid is None:
+        if settings.evaluation.trees is not None:
+            raise UserError("evaluation.trees is looked at with the validation text: give data.valid, too")
         return Corpora(vocabulary, train, None)
 
     limits = Limits(settings.evaluation.max_length, min_length)
@@ -82,7 +89,23 @@ def load_corpora(settings: Settings, vocabulary: AnyVocabulary | None, min_lengt
         raise UserError(
             f"{data.valid}: no sentence of {min_length} to {limits.max_length} words; is it the right file?"
         )
-    return Corpora(vocabulary, train, valid)
+    return Corpora(vocabulary, train, valid, _gold_trees(settings.evaluation, vocabulary))
+
+
+def _gold_trees(evaluation: EvaluationSection, vocabulary: AnyVocabulary) -> list[Tree] | None:
+    """Read the trees of evaluation.trees that are compared, and say how well the vocabulary knows their words."""
+    if evaluation.trees is None:
+        return None
+    most = evaluation.max_length or math.inf
+    whole = [without(tree, PENN_PUNCTUATION) for tree in load_trees(evaluation.trees)]
+    trees = [tree for tree in whole if 2 <= len(tree.words) <= most]
+    if not trees:
+        raise UserError(f"{evaluation.trees}: no tree of 2 to {most} words; is it a file of bracketed trees?")
+    ids = [id for line in vocabulary.tokenise([" ".join(tree.words) for tree in trees]) for id in line]
+    unknown = ids.count(vocabulary.unknown_id) / len(ids)
+    if unknown > MOST_UNKNOWN:
+        warn(f"{evaluation.trees}: {100 * unknown:.0f} % of its words are unknown; is it of the same kind of text?")
+    return trees
 
 
 # ---- what was asked for ---------------------------------------------------------------------------------------------

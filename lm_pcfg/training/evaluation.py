@@ -1,10 +1,13 @@
-"""Score the validation text with the current weights. Processes share the work; the result is the same, bit for bit."""
+"""Score the validation text, and gold trees if there are any, with the current weights.
+
+Processes share the work; the result is the same, bit for bit.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +16,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flash_inside import Statistics
-from lm_pcfg.corpus.sentences import Sentences
+from lm_pcfg.corpus.batches import BatchOptions, plan_batches
+from lm_pcfg.corpus.opening import Corpora
+from lm_pcfg.corpus.span_f1 import sentence_f1
 from lm_pcfg.corpus.stream import BatchStream
+from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.distributed.collectives import Collectives
 from lm_pcfg.grammar.computation import EXACT
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_probabilities
+from lm_pcfg.grammar.parsing import Parser, mbr_trees
 from lm_pcfg.settings import EvaluationSection, Settings
 
 
@@ -27,6 +34,7 @@ class Evaluation:
     recomputed: float
     grammar: dict[str, float]  # entropies and the like
     seconds: float
+    s_f1: float | None = None  # of the gold trees, in percent
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -37,12 +45,14 @@ class Evaluation:
             "valid/impossible": self.score.impossible,
             "valid/recomputed": self.recomputed,
             "valid/seconds": round(self.seconds, 3),
+            **({} if self.s_f1 is None else {"valid/s_f1": self.s_f1}),
             **self.grammar,
         }
 
     def describe(self) -> str:
         impossible = f", {self.score.impossible} sentences with probability 0" if self.score.impossible else ""
-        return f"validation perplexity {self.score.perplexity:.3f}{impossible}"
+        trees = f", S-F1 {self.s_f1:.2f}" if self.s_f1 is not None else ""
+        return f"validation perplexity {self.score.perplexity:.3f}{impossible}{trees}"
 
 
 def is_due(settings: EvaluationSection, step: int, stream: BatchStream, epoch: int, batch_before: int) -> bool:
@@ -65,23 +75,25 @@ class _Interrupted(Exception):
 def evaluate(
     skeleton: nn.Module,
     weights: dict[str, Tensor],
-    valid: Sentences,
+    corpora: Corpora,
     settings: Settings,
     processes: Collectives,
     stop_asked: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Put `weights` (raw, averaged or gathered) into `skeleton`, a module on `meta`, and score the text.
+    """Put `weights` (raw, averaged or gathered) into `skeleton`, a module on `meta`, and score the texts of `corpora`.
 
     Return None if a process was asked to stop meanwhile: a scheduler does not wait for the end of a long text.
     """
     began = time.perf_counter()
     statistics = Statistics()
+    valid, trees = corpora.valid, corpora.trees or []
+    assert valid is not None
 
     def check(lines: int) -> None:
         if stop_asked():
             raise _Interrupted
 
-    own, interrupted = np.zeros(len(valid)), False
+    own, own_f1, interrupted = np.zeros(len(valid)), np.zeros(len(trees)), False
     with torch.no_grad():
         grammar = functional_call(skeleton, weights, (EXACT,))
         try:
@@ -90,6 +102,12 @@ def evaluate(
                 backend=settings.inside.backend, statistics=statistics, on_batch=check,
                 rank=processes.rank, world_size=processes.world_size,
             )  # fmt: skip
+            if trees:
+                parser = Parser(grammar, corpora.vocabulary, settings.evaluation.precision, settings.inside.backend)
+                own_f1 = tree_f1(
+                    parser, trees, batch_cost=settings.evaluation.batch_cost, on_batch=check,
+                    rank=processes.rank, world_size=processes.world_size,
+                )  # fmt: skip
         except _Interrupted:
             interrupted = True
         recomputed, interruptions = processes.sums([float(statistics.recomputed), float(interrupted)])
@@ -97,4 +115,24 @@ def evaluate(
             return None
         properties = grammar.describe()
     log_p = processes.all_reduce(torch.from_numpy(own).to(processes.device)).cpu().numpy()
-    return Evaluation(corpus_score(valid, log_p), recomputed, properties, time.perf_counter() - began)
+    s_f1 = None
+    if trees:
+        f1 = processes.all_reduce(torch.from_numpy(own_f1).to(processes.device)).cpu().numpy()
+        s_f1 = 100 * math.fsum(f1.tolist()) / len(f1)
+    return Evaluation(corpus_score(valid, log_p), recomputed, properties, time.perf_counter() - began, s_f1)
+
+
+def tree_f1(
+    parser: Parser, trees: Sequence[Tree], *, batch_cost: int, on_batch: Callable[[int], None] = lambda lines: None,
+    rank: int = 0, world_size: int = 1,
+) -> np.ndarray:  # fmt: skip
+    """Return the F1 of the MBR tree of every sentence, fp64 [trees]; each rank leaves 0 where others compute."""
+    f1 = np.zeros(len(trees))
+    lines = [" ".join(tree.words) for tree in trees]
+    lengths = np.array([len(ids) for ids in parser.vocabulary.tokenise(lines)])
+    for indices in plan_batches(lengths, BatchOptions(by="cost", cost=batch_cost))[rank::world_size]:
+        some = [lines[index] for index in indices]
+        for index, found in zip(indices, mbr_trees(some, parser.posteriors(some)), strict=True):
+            f1[index] = sentence_f1(trees[index], [(first, end) for first, end, _ in found.nodes])
+        on_batch(len(indices))
+    return f1

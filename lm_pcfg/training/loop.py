@@ -123,6 +123,9 @@ class Trainer:
         say(opening.describe("train", self.corpora.train))
         if self.corpora.valid is not None:
             say(opening.describe("valid", self.corpora.valid))
+        if self.corpora.trees is not None:
+            evaluation = self.settings.evaluation
+            say(f"trees: {len(self.corpora.trees):,} of {evaluation.trees}; checkpoints are chosen by {evaluation.select}")
 
     def _loop(self, bar: Progress) -> tuple[bool, str]:
         """Train to the end or to a stop; return whether the run finished, and the reason in words."""
@@ -195,10 +198,9 @@ class Trainer:
 
     def _evaluate(self, bar: Progress) -> bool:
         """Evaluate; return whether it was completed. It stays pending if a process was asked to stop before that."""
-        assert self.corpora.valid is not None
         self.steps.finish_update()
         result = evaluate(
-            self.steps.skeleton, self.steps.evaluated_weights(), self.corpora.valid, self.settings, self.engine,
+            self.steps.skeleton, self.steps.evaluated_weights(), self.corpora, self.settings, self.engine,
             self.stop_flag.is_set,
         )  # fmt: skip
         self._clock = time.perf_counter()  # an evaluation is no training
@@ -206,7 +208,8 @@ class Trainer:
             return False
         score = result.score
         nll = score.nll / score.tokens if score.tokens else None
-        improved = self.position.take_evaluation(nll, score.impossible)
+        by_trees = self.settings.evaluation.select == "trees"
+        improved = self.position.take_evaluation(nll, score.impossible, result.s_f1 if by_trees else None)
         self._record(result.metrics())
         if self.engine.is_main:
             mark = "  best so far" if improved else ""

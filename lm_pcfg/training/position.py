@@ -36,19 +36,25 @@ class Position:
     skipped: int = 0
     skipped_in_a_row: int = 0
     ema_updates: int = 0
-    ranking: list[list[float]] = field(default_factory=list)  # evaluations, best first: [impossible, nll, step]
+    #: Evaluations, best first: [impossible, nll, step], or [-S-F1, nll, step] where trees decide
+    ranking: list[list[float]] = field(default_factory=list)
     window: Window = field(default_factory=Window)
 
-    def take_evaluation(self, nll: float | None, impossible: int) -> bool:
+    def take_evaluation(self, nll: float | None, impossible: int, s_f1: float | None = None) -> bool:
         """Record an evaluation; return whether it is the best: fewest sentences of probability 0, then lowest nll.
 
-        nll: per token; None if no sentence had a probability.
+        nll: per token; None if no sentence had a probability. s_f1: given where trees decide, the highest is the best.
         """
         self.evaluation_pending = False
+        first = float(impossible) if s_f1 is None else -s_f1
+        before = (math.inf, math.inf)
+        if self.ranking:
+            before = (self.ranking[0][0], self.ranking[0][1])
+        elif self.best_nll is not None:  # of a checkpoint from before there was a ranking
+            before = (self.best_impossible, self.best_nll)
+        improved = nll is not None and math.isfinite(nll) and (first, nll) < before
         if nll is not None and math.isfinite(nll):
-            self.ranking = sorted([*self.ranking, [impossible, nll, self.step]])[:_RANKED]
-        before = (self.best_impossible, self.best_nll) if self.best_nll is not None else (math.inf, math.inf)
-        improved = nll is not None and math.isfinite(nll) and (impossible, nll) < before
+            self.ranking = sorted([*self.ranking, [first, nll, self.step]])[:_RANKED]
         if improved:
             self.best_nll, self.best_impossible, self.best_step = nll, impossible, self.step
             self.evaluations_since_best = 0

@@ -1,0 +1,81 @@
+"""`lm_pcfg evaluate` compares trees with gold trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from lm_pcfg.commands.output import Checkpoints, DeviceOption, Json, PrecisionOption, WeightsOption, print_json
+from lm_pcfg.console import progress, warn
+
+LABELS_SHOWN = 12
+
+
+def evaluate(
+    trees: Annotated[str, typer.Argument(help="Gold trees in Penn brackets, - (standard input), or embedded:test.trees.")],
+    checkpoint: Checkpoints = None,
+    predicted: Annotated[
+        Path | None, typer.Option(help="Compare the bracketed trees of this file, in the order of the gold trees.")
+    ] = None,
+    method: Annotated[
+        Literal["mbr", "viterbi"], typer.Option(help="The tree with the most right spans, or the most probable one.")
+    ] = "mbr",
+    punctuation: Annotated[
+        str, typer.Option(help="Words to leave out, by tag: penn (, . : `` '' -LRB- -RRB-), keep, or TAG,TAG.")
+    ] = "penn",
+    lowercase: Annotated[bool, typer.Option(help="Lower-case the words before the model reads them.")] = False,
+    fold_numbers: Annotated[bool, typer.Option(help="Numbers become N before the model reads them.")] = False,
+    as_json: Json = False,
+    precision: PrecisionOption = "fp32",
+    weights: WeightsOption = "auto",
+    device: DeviceOption = "auto",
+) -> None:
+    """Compare trees with gold trees: S-F1, recall by label, F1 by length, beside baselines on the same file."""
+    if predicted is not None and checkpoint:
+        raise typer.BadParameter("--predicted and --checkpoint exclude each other: choose one")
+    from lm_pcfg.inference.evaluate import evaluate_model, evaluate_predictions, load_gold
+
+    gold = load_gold(trees, punctuation=punctuation, lowercase=lowercase, fold_numbers=fold_numbers)
+    if predicted is not None:
+        report = evaluate_predictions(str(predicted), gold)
+    else:
+        from lm_pcfg import load
+
+        model = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True)
+        model.precision = precision
+        with progress("sentences parsed", len(gold.compared)) as bar:
+            report = evaluate_model(
+                model, gold, method=method, warn=lambda message: bar.message(f"warning: {message}"),
+                on_lines=lambda lines: bar.advance(lines),
+            )  # fmt: skip
+    if as_json:
+        print_json(report)
+    else:
+        print("\n".join(tables(report)))
+    if report["unknown_share"] > 0.2 if "unknown_share" in report else False:
+        warn("more than a fifth of the words are unknown: try --lowercase, --fold-numbers or another --punctuation")
+
+
+def tables(report: dict[str, Any]) -> list[str]:
+    """Return the report for people, a line each."""
+
+    def figure(value: float | None) -> str:
+        return f"{value:8.2f}" if value is not None else "       -"
+
+    lines = [f"{'':<16}    S-F1  corpus F1"]
+    own = "these trees" if "predicted" not in report or isinstance(report["predicted"], int) else "predicted"
+    rows = [(own, report), *report["baselines"].items()]
+    lines += [f"{name:<16}{figure(row['s_f1'])}   {figure(row['corpus_f1'])}" for name, row in rows]
+    lines += ["", f"{'label':<16}  recall      spans"]
+    lines += [f"{row['label']:<16}{figure(row['recall'])}  {row['spans']:>9,}" for row in report["by_label"][:LABELS_SHOWN]]
+    lines += ["", f"{'words':<16}    S-F1  sentences"]
+    for row in report["by_length"]:
+        words = f"{row['shortest']}-{row['longest']}" if row["longest"] else f"{row['shortest']} or more"
+        lines.append(f"{words:<16}{figure(row['s_f1'])}  {row['sentences']:>9,}")
+    lines += ["", f"{report['sentences']:,} sentences compared, {report['skipped']:,} of less than two words left out"]
+    if "ppl" in report:
+        ppl = f"perplexity {report['ppl']:.2f}, " if report["ppl"] is not None else ""
+        lines.append(f"{ppl}{report['unknown_words']:,} unknown words ({100 * report['unknown_share']:.2f} %)")
+    return lines

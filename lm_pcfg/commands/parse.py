@@ -1,0 +1,63 @@
+"""`lm_pcfg parse` draws the trees of a text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import typer
+
+from lm_pcfg.commands.output import Checkpoints, DeviceOption, PrecisionOption, WeightsOption
+from lm_pcfg.console import progress
+
+
+def parse(
+    file: Annotated[str, typer.Argument(help="Text with one sentence a line, - (standard input), or embedded:test.")],
+    checkpoint: Checkpoints = None,
+    method: Annotated[
+        Literal["mbr", "viterbi"],
+        typer.Option(help="The tree with the most right spans in expectation, or the most probable one, with symbols."),
+    ] = "mbr",
+    form: Annotated[
+        Literal["bracket", "text", "json", "spans", "svg", "html"],
+        typer.Option("--format", help="Penn brackets, a drawing in text, JSON lines, spans, one picture, or a page."),
+    ] = "bracket",
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Skip lines of more words; default: what fits into memory.")
+    ] = None,
+    precision: PrecisionOption = "fp32",
+    weights: WeightsOption = "auto",
+    device: DeviceOption = "auto",
+) -> None:
+    """Print the tree of every line, in the order of the lines."""
+    from lm_pcfg import load
+    from lm_pcfg.corpus.text import display_name
+    from lm_pcfg.corpus.treebank import Tree
+    from lm_pcfg.inference.drawing import write_trees
+    from lm_pcfg.inference.lines import Warnings, count_lines, map_lines
+
+    model = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True)
+    model.precision = precision
+    fitting = model.longest_line()
+    limited = max_length is not None and max_length <= fitting
+    why = "" if limited else f"{fitting:,} are what fits into memory"
+    name = display_name(file)
+    with progress("lines parsed", count_lines(file), show=not sys.stdout.isatty()) as bar:
+        warnings = Warnings(lambda message: bar.message(f"warning: {message}"))
+
+        def trees() -> Iterator[Tree]:
+            lines = map_lines(
+                file, model.vocabulary, lambda some, on_lines: model.parse(some, method, on_lines=on_lines),
+                command="parse", max_length=max_length if limited and max_length else fitting, why_limited=why,
+                warnings=warnings, on_lines=lambda lines: bar.advance(lines),
+            )  # fmt: skip
+            for line in lines:
+                tree = line.value or Tree((), (), ())
+                if line.value is not None and not tree.words:
+                    warnings.add("impossible", f"{name}, line {line.number}: no tree (probability 0)")
+                yield tree
+
+        for part in write_trees(trees(), form, title=name):
+            sys.stdout.write(part)
+        warnings.summarise()
