@@ -98,7 +98,7 @@ class _Drawn:
         tags_differ = len(set(tree.tags)) > 1
         labels = {label for _, _, label in tree.nodes}
         labels_differ = len(labels) > 1 or (len(tree.nodes) == 1 and tags_differ)
-        nodes = [(first, end, shown(label) if labels_differ else "") for first, end, label in tree.nodes]
+        nodes = [(first, end, shown(label) if labels_differ and label else "") for first, end, label in tree.nodes]
         count = len(tree.words)
         if (count > 1 or nodes) and (not nodes or nodes[0][:2] != (0, count)):
             nodes.insert(0, (0, count, ""))
@@ -112,7 +112,7 @@ class _Drawn:
                 parents.append(open_nodes[-1] if open_nodes else -1)
                 open_nodes.append(len(parents) - 1)
             word_parents.append(open_nodes[-1] if open_nodes else -1)
-        tags = [shown(tag) if tags_differ else "" for tag in tree.tags]
+        tags = [shown(tag) if tags_differ and tag else "" for tag in tree.tags]
         return cls([shown(word) for word in tree.words], tags, nodes, parents, word_parents)
 
     def without_labels(self) -> _Drawn:

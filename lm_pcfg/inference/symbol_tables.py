@@ -17,7 +17,7 @@ small { color: var(--faint); margin-right: .5em; }
 a { color: inherit; }
 tr:target { background: var(--mark); }
 """
-HEADER = "nats: the entropy; about: exp(entropy), so many equally probable ones would be as varied."
+HEADER = "nats: the entropy; effective: exp(entropy), so many equally probable ones would be as varied."
 
 
 class _Row(NamedTuple):
@@ -95,7 +95,7 @@ def symbol_tables(table: SymbolTable, width: int = 120) -> str:
 
 
 def _line(what: str, choices: Choices, width: int) -> str:
-    line = f"  {what:<8}{choices.entropy:6.2f} nats, about {choices.effective:7,.1f}:"
+    line = f"  {what:<8}{choices.entropy:6.2f} nats, effective {choices.effective:7,.1f}:"
     for choice in choices.likeliest:
         entry = f"  {shown(choice.name)} {choice.probability:.3f}"
         if width_of(line) + width_of(entry) > width:
@@ -138,5 +138,5 @@ def _cell(choices: Choices, linked: set[str]) -> str:
         text = escape(shown(choice.name))
         text = f'<a href="#{text}">{text}</a>' if choice.name in linked else f"<bdi>{text}</bdi>"
         entries.append(f"{text} <small>{choice.probability:.3f}</small>")
-    figures = f"<small>{choices.entropy:.2f} nats, about {choices.effective:,.1f}</small>"
+    figures = f"<small>{choices.entropy:.2f} nats, effective {choices.effective:,.1f}</small>"
     return f"<td>{figures}<br>{' '.join(entries)}</td>"
