@@ -116,6 +116,8 @@ def test_it_is_trained_checkpointed_resumed_and_scored(config, capsys):
     assert entropy + ends <= report["nll"] < 1.05 * (entropy + ends)
     info(checkpoint=run, as_json=True)
     assert json.loads(capsys.readouterr().out)["family"] == "bag"
+    with pytest.raises(UserError, match="family bag has no rules, so no symbols can be shown"):
+        info(checkpoint=run, grammar=True)
     with pytest.raises(UserError, match="family bag has no such root"):
         score(file="text.txt", checkpoint=[run], root="nonterminals")
 

@@ -1,13 +1,16 @@
-"""`lm_pcfg info` describes a checkpoint or a prepared corpus."""
+"""`lm_pcfg info` describes a checkpoint, the symbols of its grammar, or a prepared corpus."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lm_pcfg.commands.output import DeviceOption, Json, WeightsOption, show
+from lm_pcfg.console import progress
+from lm_pcfg.errors import UserError
 
 
 def info(
@@ -19,8 +22,24 @@ def info(
     as_json: Json = False,
     weights: WeightsOption = "auto",
     device: DeviceOption = "auto",
+    grammar: Annotated[
+        bool, typer.Option("--grammar", help="Print the most used symbols with their words and children, too.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write these symbols here, as one page for a browser.")] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="Count uses in the trees of this text (one sentence a line), not in the grammar's own."),
+    ] = None,
+    most: Annotated[int, typer.Option(min=1, help="Words or children to list for a symbol.")] = 10,
+    symbols: Annotated[int, typer.Option(min=1, help="Nonterminals to list, and as many preterminals.")] = 50,
+    max_length: Annotated[int, typer.Option(min=1, help="Leave out lines of the text of more words.")] = 250,
 ) -> None:
     """Describe a checkpoint and its grammar, or a prepared corpus."""
+    wants_symbols = grammar or html is not None
+    if corpus is not None and (wants_symbols or text is not None):
+        raise typer.BadParameter("--grammar, --html and --text are for a checkpoint, not for a prepared corpus")
+    if text is not None and not wants_symbols:
+        raise typer.BadParameter("--text is for the symbols of a grammar: add --grammar or --html PAGE")
     if corpus is not None:
         from lm_pcfg.corpus.shards import prepared
 
@@ -32,5 +51,25 @@ def info(
     from lm_pcfg import load
     from lm_pcfg.inference.trained import describe
 
-    model = load(*([checkpoint] if checkpoint else []), weights=weights, device=device, prepare_cpu=True)
-    show(describe(model.grammars[0]), as_json)
+    trained = load(*([checkpoint] if checkpoint else []), weights=weights, device=device, prepare_cpu=True).grammars[0]
+    if not wants_symbols:
+        show(describe(trained), as_json)
+        return
+    from lm_pcfg.inference.lines import count_lines
+    from lm_pcfg.inference.symbol_tables import symbol_tables, symbols_page
+    from lm_pcfg.inference.symbols import symbols_of
+
+    with progress("lines read", count_lines(text) if text else None, show=text is not None) as bar:
+        table = symbols_of(
+            trained, text, most=most, listed=symbols, max_length=max_length,
+            warn=lambda message: bar.message(f"warning: {message}"), on_lines=lambda lines: bar.advance(lines),
+        )  # fmt: skip
+    if html is not None:
+        try:
+            html.write_text(symbols_page(table, f"Symbols of {trained.checkpoint}"), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {html}: {error.strerror}") from None
+    report = describe(trained)
+    show(report | ({"symbols": asdict(table)} if grammar and as_json else {}), as_json)
+    if grammar and not as_json:
+        print(f"\n{symbol_tables(table)}")
