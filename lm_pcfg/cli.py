@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lm_pcfg.commands import bench, evaluate, info, parse, prepare, report, score, search, train
+from lm_pcfg.commands import bench, evaluate, info, parse, prepare, report, sample, score, search, train
 from lm_pcfg.console import say
 from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
 
@@ -26,6 +26,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "score": score.score,
     "parse": parse.parse,
     "evaluate": evaluate.evaluate,
+    "sample": sample.sample,
     "info": info.info,
     "report": report.report,
     "search": search.search,

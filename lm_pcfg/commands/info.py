@@ -57,13 +57,18 @@ def info(
         return
     from lm_pcfg.inference.lines import count_lines
     from lm_pcfg.inference.symbol_tables import symbol_tables, symbols_page
-    from lm_pcfg.inference.symbols import symbols_of
+    from lm_pcfg.inference.symbols import load_text, symbols_of
 
     with progress("lines read", count_lines(text) if text else None, show=text is not None) as bar:
+        sentences = None
+        if text is not None:
+            sentences = load_text(
+                trained, text, max_length=max_length, warn=lambda message: bar.message(f"warning: {message}"),
+                on_lines=lambda lines: bar.advance(lines),
+            )  # fmt: skip
         table = symbols_of(
-            trained, text, most=most, listed=symbols, max_length=max_length,
-            warn=lambda message: bar.message(f"warning: {message}"), on_lines=lambda lines: bar.advance(lines),
-        )  # fmt: skip
+            trained, sentences, name=text or "", most=most, listed=symbols, on_batch=lambda lines: bar.advance(lines)
+        )
     if html is not None:
         try:
             html.write_text(symbols_page(table, f"Symbols of {trained.checkpoint}"), encoding="utf-8")

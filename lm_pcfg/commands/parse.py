@@ -34,6 +34,7 @@ def parse(
     from lm_pcfg import load
     from lm_pcfg.corpus.text import display_name
     from lm_pcfg.corpus.treebank import Tree
+    from lm_pcfg.grammar.parsing import NO_TREE
     from lm_pcfg.inference.drawing import write_trees
     from lm_pcfg.inference.lines import Warnings, count_lines, map_lines
 
@@ -46,17 +47,16 @@ def parse(
     with progress("lines parsed", count_lines(file), show=not sys.stdout.isatty()) as bar:
         warnings = Warnings(lambda message: bar.message(f"warning: {message}"))
 
-        def trees() -> Iterator[Tree]:
+        def trees() -> Iterator[Tree | None]:
             lines = map_lines(
                 file, model.vocabulary, lambda some, on_lines: model.parse(some, method, on_lines=on_lines),
                 command="parse", max_length=max_length if limited and max_length else fitting, why_limited=why,
                 warnings=warnings, on_lines=lambda lines: bar.advance(lines),
             )  # fmt: skip
             for line in lines:
-                tree = line.value or Tree((), (), ())
-                if line.value is not None and not tree.words:
+                if line.value is not None and not line.value.words:
                     warnings.add("impossible", f"{name}, line {line.number}: no tree (probability 0)")
-                yield tree
+                yield None if line.skipped == "blank" else line.value or NO_TREE
 
         for part in write_trees(trees(), form, title=name):
             sys.stdout.write(part)

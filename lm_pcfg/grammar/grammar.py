@@ -96,6 +96,15 @@ class Grammar(NamedTuple):
             emissions = self.emission.log_probabilities(words)
         return flash_inside.viterbi(self.rules, emissions, lengths, precision, backend)
 
+    @torch.no_grad()
+    def sample_trees(
+        self, words: Tensor, lengths: list[int], samples: int, generator: torch.Generator
+    ) -> list[list[tuple[float, list[tuple[int, int, int]]]]]:
+        """Draw trees of every sentence from p(tree | sentence), as `flash_inside.sample_trees` returns them."""
+        with product_precision("fp32"):
+            emissions = self.emission.log_probabilities(words)
+        return flash_inside.sample_trees(self.rules, emissions, lengths, samples, generator=generator)
+
     def _check_differentiable(self) -> None:
         if self.entrances is not None and self.entrances[0] is not self.left and torch.is_grad_enabled():
             raise RuntimeError("these rules take no gradients themselves: use detached() and backward_through()")

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
-from lm_pcfg.corpus.treebank import Tree
+from lm_pcfg.corpus.treebank import Tree, bracketed
+
+Form = Literal["bracket", "text", "json", "spans", "svg", "html"]
 
 NO_LETTERS = "\ufffd"  # for a word of which nothing can be shown
 # Of a picture, in pixels.
@@ -285,6 +288,40 @@ def page_begin(title: str, style: str = "") -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{name}</title>\n<style>{PAGE_STYLE}{style}</style>\n</head>\n<body>\n<h1>{name}</h1>\n"
     )
+
+
+def svg_stack(trees: Iterable[Tree | None], title: str) -> str:
+    """Draw trees below one another in one standalone SVG; None is passed over."""
+    pictures, width, height = [], 0, 0
+    for tree in trees:
+        if tree is not None:
+            picture = _picture(tree, None)
+            across, down = (int(size) for size in _SIZE.findall(picture)[0])
+            pictures.append(picture.replace("<svg ", f'<svg y="{height}" ', 1))
+            width, height = max(width, across), height + down
+    begin = f'<svg xmlns="{SVG}" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+    return "\n".join([begin, f"<title>{escape(shown(title))}</title>", PICTURE_STYLE, *pictures, "</svg>\n"])
+
+
+_SIZE = re.compile(r'width="(\d+)" height="(\d+)"')
+
+
+def write_trees(trees: Iterable[Tree | None], form: Form, title: str) -> Iterator[str]:
+    """Yield trees in one of the forms, in parts. None stands for a blank line; a tree without words for none found."""
+    if form == "html":
+        yield from html_page(trees, title)
+    elif form == "svg":
+        yield svg_stack(trees, title)
+    else:
+        for number, tree in enumerate(trees, start=1):
+            if tree is None:
+                yield "\n" if form != "json" else f"{as_json(Tree((), (), ()), number)}\n"
+            elif form == "json":
+                yield f"{as_json(tree, number)}\n"
+            elif form == "text":
+                yield f"{as_text(tree)}\n\n"
+            else:
+                yield f"{bracketed(tree) if form == 'bracket' else as_spans(tree)}\n"
 
 
 # ---- for programmes -------------------------------------------------------------------------------------------------

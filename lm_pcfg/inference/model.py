@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 
 from flash_inside import Statistics
 from flash_inside.devices import memory_of
 from lm_pcfg.corpus.batches import BatchOptions, plan_batches
+from lm_pcfg.corpus.lengths import Limits
 from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.corpus.sentences import encode_sentences
 from lm_pcfg.corpus.treebank import Tree
@@ -20,7 +23,9 @@ from lm_pcfg.distributed.collectives import prepare_cpu
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.parsing import NO_TREE, Parser, as_array, mbr_trees, mean_posteriors
 from lm_pcfg.inference.lines import OnLines
+from lm_pcfg.inference.sample import Sample, Tally, draw_samples, posterior_trees
 from lm_pcfg.inference.score import BATCH_COST, check_mixture, mixture_log_probabilities
+from lm_pcfg.inference.symbols import SymbolTable, symbols_of
 from lm_pcfg.inference.trained import TrainedGrammar, Weights, load_trained
 
 Method = Literal["mbr", "viterbi"]
@@ -122,6 +127,55 @@ class Model:
                 tables[index] = as_array(mean, len(line.split()))
             on_lines(len(indices))
         return tables
+
+    # ---- samples ----------------------------------------------------------------------------------------------------
+
+    def sample(self, number: int, *, seed: int = 0, max_length: int = 250) -> list[Sample]:
+        """Draw sentences with their derivations by exact ancestral sampling; the same seed draws the same ones.
+
+        Samples of more than max_length words are cut. The list is shorter by their number, and a warning says so: what
+        is left is a sample of shorter sentences only.
+        """
+        tally = Tally()
+        samples = list(self.draw(number, seed=seed, max_length=max_length, tally=tally))
+        if message := tally.message(max_length):
+            warnings.warn(message, stacklevel=2)
+        return samples
+
+    def draw(self, number: int, *, seed: int = 0, max_length: int = 250, tally: Tally) -> Iterator[Sample]:
+        """Do as `sample`, one after the other, and count in `tally` instead of warning."""
+        return draw_samples(self.grammars, number, seed=seed, max_length=max_length, tally=tally)
+
+    def sample_trees(
+        self, lines: Sequence[str], number: int, *, seed: int = 0, on_lines: OnLines = lambda lines: None
+    ) -> list[list[Tree]]:
+        """Draw so many trees of every line from p(tree | line), with symbols as labels; none for a line without one."""
+        if len(self.grammars) > 1:
+            raise UserError("trees of given sentences are drawn from one grammar: give one checkpoint")
+        trees: list[list[Tree]] = [[] for _ in lines]
+        for batch, indices in enumerate(self._batches(lines)):
+            generator = torch.Generator().manual_seed(int(np.random.SeedSequence([seed, batch]).generate_state(1)[0]))
+            found = posterior_trees(self.grammars[0], [lines[index] for index in indices], number, generator)
+            for index, some in zip(indices, found, strict=True):
+                trees[index] = some
+            on_lines(len(indices))
+        return trees
+
+    # ---- what it has learned ----------------------------------------------------------------------------------------
+
+    def symbols(self, lines: Sequence[str] | None = None, *, most: int = 10, listed: int = 50) -> SymbolTable:
+        """Return what the symbols of the (first) grammar mean: their words, children and uses, the most used first.
+
+        lines: count uses in the trees of these, not in the grammar's own derivations; most: words or children of a
+        symbol; listed: symbols of each kind.
+        """
+        first = self.grammars[0]
+        text = None
+        if lines is not None:
+            text = encode_sentences(enumerate(lines, start=1), first.vocabulary, Limits(None, first.fewest_symbols))
+        return symbols_of(first, text, most=most, listed=listed)
+
+    # ---- limits and batches -----------------------------------------------------------------------------------------
 
     def longest_line(self) -> int:
         """Return how many words (or pieces) a line may have so that its chart fits into the memory of the device."""

@@ -212,15 +212,23 @@ def symbols(
 
 
 def symbols_of(
-    trained: TrainedGrammar, source: str | None = None, *, most: int = 10, listed: int = 50, max_length: int = 250,
-    warn: Callable[[str], None] = lambda message: None, on_lines: Callable[[int], None] = lambda lines: None,
+    trained: TrainedGrammar, text: Sentences | None = None, *, name: str = "the text", most: int = 10, listed: int = 50,
+    on_batch: Callable[[int], None] = lambda lines: None,
 ) -> SymbolTable:  # fmt: skip
-    """The same for a trained model. source: a text as `score` reads it, whose trees are looked at."""
+    """Do as `symbols` for a trained model; one line for the user if its family has no rules."""
     if not isinstance(trained.grammar, Grammar):
         family = trained.settings.model.family
         raise UserError(f"{trained.checkpoint}: a model of family {family} has no rules, so no symbols can be shown")
-    if source is None:
-        return symbols(trained.grammar, trained.vocabulary, most=most, listed=listed)
+    return symbols(
+        trained.grammar, trained.vocabulary, text=text, name=name, most=most, listed=listed, on_batch=on_batch
+    )
+
+
+def load_text(
+    trained: TrainedGrammar, source: str, *, max_length: int, warn: Callable[[str], None],
+    on_lines: Callable[[int], None] = lambda lines: None,
+) -> Sentences:  # fmt: skip
+    """Read the text whose trees are looked at, as `score` reads it."""
     name = display_name(source)
     if is_json(Path(source)) or is_parquet(Path(source)):
         raise UserError(f"{name}: info reads text, one sentence a line; take the sentences out of their field first")
@@ -230,9 +238,7 @@ def symbols_of(
     if skipped := text.skipped.too_long + text.skipped.too_short:
         warn(f"{name}: {skipped:,} lines are left out, too short or longer than {max_length} words")
     on_lines(text.skipped.total)
-    return symbols(
-        trained.grammar, trained.vocabulary, text=text, name=name, most=most, listed=listed, on_batch=on_lines
-    )
+    return text
 
 
 def _first(uses: Tensor, count: int) -> Tensor:

@@ -1,0 +1,111 @@
+"""Sentences drawn from a model, and trees drawn for given sentences: both exact (`lm_pcfg sample`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lm_pcfg.corpus.pieces import PieceVocabulary
+from lm_pcfg.corpus.treebank import Tree
+from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.generation import Derivation, sample_derivations
+from lm_pcfg.grammar.grammar import Grammar
+from lm_pcfg.grammar.parsing import Parser, labelled_tree
+from lm_pcfg.inference.trained import TrainedGrammar
+
+AT_A_TIME = 10_000  # derivations that grow together
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sentence with the derivation that made it."""
+
+    text: str
+    tree: Tree  # over words, or over the pieces of a vocabulary of pieces; labels are symbols
+    log_probability: float  # natural, of the derivation: that of the sentence is larger
+
+
+@dataclass
+class Tally:
+    """How many samples were drawn, and why some of them are no sentences."""
+
+    drawn: int = 0
+    cut: int = 0  # they would have had more words than allowed
+    without_end: int = 0  # explicit ends: `<eos>` was not at the end, or not only there
+
+    def message(self, max_length: int) -> str:
+        """Say what is missing from the samples, so that nobody takes them for all; "" if nothing is."""
+        parts = []
+        if self.cut:
+            parts.append(f"{self.cut:,} of {self.drawn:,} samples have more than {max_length:,} words")
+        if self.without_end:
+            parts.append(f"{self.without_end:,} of {self.drawn:,} do not end in a single <eos>")
+        return f"{' and '.join(parts)}: they are left out, so the others are no fair sample of the grammar" if parts else ""
+
+
+def draw_samples(
+    mixture: Sequence[TrainedGrammar], number: int, *, seed: int, max_length: int, tally: Tally
+) -> Iterator[Sample]:
+    """Yield samples of the even mixture of some grammars; those left out are counted in `tally`."""
+    for one in mixture:
+        if not isinstance(one.grammar, Grammar):
+            raise UserError(f"{one.checkpoint}: a model of family {one.settings.model.family} cannot be sampled")
+    for block, start in enumerate(range(0, number, AT_A_TIME)):
+        count = min(AT_A_TIME, number - start)
+        chosen = np.random.default_rng([seed, block]).integers(len(mixture), size=count)
+        made = [
+            iter(
+                sample_derivations(
+                    one.grammar, int((chosen == place).sum()), seed=_seed(seed, block, place), max_length=_symbols(one, max_length)
+                )
+            )
+            for place, one in enumerate(mixture)
+        ]  # fmt: skip
+        for place in chosen.tolist():
+            derivation = next(made[place])
+            tally.drawn += 1
+            tally.cut += derivation.cut
+            if not derivation.cut:
+                sample = _sample(mixture[place], derivation)
+                tally.without_end += sample is None
+                if sample is not None:
+                    yield sample
+
+
+def _seed(*parts: int) -> int:
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
+
+
+def _symbols(trained: TrainedGrammar, words: int) -> int:
+    return words + (trained.vocabulary.end_id is not None)
+
+
+def _sample(trained: TrainedGrammar, derivation: Derivation) -> Sample | None:
+    """Turn a derivation into words; None where ends are explicit and it does not end as sentences do."""
+    vocabulary, ids = trained.vocabulary, derivation.words
+    if vocabulary.end_id is not None:
+        if ids.count(vocabulary.end_id) != 1 or ids[-1] != vocabulary.end_id or len(ids) == 1:
+            return None
+        ids = ids[:-1]
+    words = [vocabulary.words[id] for id in ids]
+    text = vocabulary.decode(ids) if isinstance(vocabulary, PieceVocabulary) else " ".join(words)
+    tree = labelled_tree(words, derivation.nodes, range(len(ids) + 1), trained.grammar.rules.nonterminals)
+    return Sample(text, tree, derivation.log_probability)
+
+
+def posterior_trees(
+    trained: TrainedGrammar, lines: Sequence[str], number: int, generator: torch.Generator
+) -> list[list[Tree]]:
+    """Draw trees of every line from p(tree | line); none where it has none."""
+    parser = Parser(trained.grammar, trained.vocabulary)
+    parser.check()
+    symbols, lengths, boundaries = parser.encode(lines)
+    found = trained.grammar.sample_trees(symbols, lengths, number, generator)
+    n = trained.grammar.rules.nonterminals
+    return [
+        [labelled_tree(line.split(), nodes, own, n) for _, nodes in trees] if own is not None else []
+        for line, trees, own in zip(lines, found, boundaries, strict=True)
+    ]
