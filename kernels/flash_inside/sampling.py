@@ -41,16 +41,17 @@ class SampledTrees(LogChart):
     ):  # fmt: skip
         super().__init__(rules, emissions, layout, dtype, trees_each=samples)
         self.generator = generator
-        self.both = torch.cat((rules.left, rules.right))  # [2N, N+P] as given
-        self.weights = self.both.to(dtype)
+        self.weights = torch.cat((rules.left, rules.right)).to(dtype)  # [2N, N+P]
         self._fill()
 
     def _over_children(self, values: Tensor, columns: slice, out: Tensor) -> None:
-        largest = values.amax(1, keepdim=True)
-        largest = torch.where(largest == float("-inf"), 0.0, largest)
-        sums = (values - largest).exp() @ self.weights[:, columns].T  # [R, 2N]
-        torch.add(sums.log(), largest, out=out)
-        self._repair(values, columns, sums, out)
+        step = max(1, trees.LARGEST_BLOCK // max(values.shape[1], out.shape[1]))
+        for rows, part in zip(values.split(step), out.split(step), strict=True):
+            largest = rows.amax(1, keepdim=True)
+            largest = torch.where(largest == float("-inf"), 0.0, largest)
+            sums = (rows - largest).exp_() @ self.weights[:, columns].T  # [r, 2N]
+            torch.add(sums.log(), largest, out=part)
+            self._repair(rows, columns, sums, part)
 
     def _repair(self, values: Tensor, columns: slice, sums: Tensor, out: Tensor) -> None:
         """Compute in log space what is so small that a lost child could have a part in it."""
@@ -58,7 +59,7 @@ class SampledTrees(LogChart):
         faint = sums < options * limits.tiny / limits.eps
         if not faint.any():
             return
-        given = self.both[:, columns]
+        given = torch.cat((self.rules.left[:, columns], self.rules.right[:, columns]))  # as wide as they are
         faint &= (values > float("-inf")).to(sums.dtype) @ (given > 0).to(sums.dtype).T > 0  # not zero for good
         for block in faint.nonzero().split(max(1, trees.LARGEST_BLOCK // options)):
             row, parent = block.T

@@ -84,7 +84,7 @@ class _Forest:
     def grow(self) -> Derivations:
         sample = np.arange(self.number)
         root = self.grammar.root[None]
-        label = self._draw(lambda rows: root[rows], np.zeros_like(sample), root.shape[1], sample)
+        label = self._draw(root.__getitem__, np.zeros_like(sample), root.shape[1], sample)
         parent = np.full_like(sample, -1)
         levels, before = [(sample, label, parent)], 0  # nodes of all levels before this one
         leaves = np.zeros(self.number, dtype=np.int64)
@@ -101,7 +101,7 @@ class _Forest:
             before += len(label)
             sample, above = sample[inner], label[inner]
             label = np.concatenate([
-                self._draw(lambda rows, rule=rule: rule[rows], above, rule.shape[1], sample)
+                self._draw(rule.__getitem__, above, rule.shape[1], sample)
                 for rule in (self.grammar.left, self.grammar.right)
             ])  # fmt: skip
             sample, parent = np.tile(sample, 2), np.tile(parent, 2)  # all left children, then all right ones
