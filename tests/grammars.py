@@ -117,3 +117,18 @@ def enumerate_trees(rules: Rules, emissions: Tensor) -> tuple[float, np.ndarray]
             for i, j in spans:
                 mass[i, j] += probability.sum()
     return total, mass / total if total > 0 else np.zeros_like(mass)
+
+
+def score_of(rules: Rules, words: Tensor, tree: list[tuple[int, int, int]]) -> float:
+    """Log-probability of a labelled tree, and a check that it is one: binary, over all words."""
+    n, label = rules.nonterminals, {(i, j): symbol for i, j, symbol in tree}
+    assert len(label) == len(tree) == 2 * len(words) - 1
+    total = rules.root[label[0, len(words)]].log()
+    for (i, j), symbol in label.items():
+        if j == i + 1:
+            total = total + words[i, symbol - n]
+            continue
+        (middle,) = [k for k in range(i + 1, j) if (i, k) in label and (k, j) in label]
+        assert symbol < n
+        total = total + rules.left[symbol, label[i, middle]].log() + rules.right[symbol, label[middle, j]].log()
+    return total.item()

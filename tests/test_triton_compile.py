@@ -123,7 +123,7 @@ def launch_viterbi(n, p, lengths):
 
     rules = Rules(without_memory(n + p), without_memory(n, n + p), without_memory(n, n + p))
     with torch.no_grad():
-        trees._Chart(rules, without_memory(sum(lengths), p), Layout(lengths), torch.float32, triton=True)
+        trees.BestTrees(rules, without_memory(sum(lengths), p), Layout(lengths), torch.float32, triton=True)
 
 
 def launch_softmaxes(n, p, dimension=16):

@@ -11,24 +11,9 @@ from hypothesis import strategies as st
 
 import flash_inside
 from flash_inside import Rules
-from grammars import bracketings, random_emissions, random_rules
+from grammars import bracketings, random_emissions, random_rules, score_of
 
 BACKENDS = ["torch", "reference"]
-
-
-def score_of(rules, words, tree):
-    """Log-probability of a labelled tree, and a check that it is one: binary, over all words."""
-    n, label = rules.nonterminals, {(i, j): symbol for i, j, symbol in tree}
-    assert len(label) == len(tree) == 2 * len(words) - 1
-    total = rules.root[label[0, len(words)]].log()
-    for (i, j), symbol in label.items():
-        if j == i + 1:
-            total = total + words[i, symbol - n]
-            continue
-        (middle,) = [k for k in range(i + 1, j) if (i, k) in label and (k, j) in label]
-        assert symbol < n
-        total = total + rules.left[symbol, label[i, middle]].log() + rules.right[symbol, label[middle, j]].log()
-    return total.item()
 
 
 def best_by_enumeration(rules, words):

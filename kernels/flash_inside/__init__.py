@@ -1,9 +1,17 @@
-"""FlashInside: sentence log marginals, span posteriors and best trees of simple PCFGs.
+"""FlashInside: sentence log marginals, span posteriors, best trees and drawn trees of simple PCFGs.
 
 Tensors only: charts, scales, autograd. Nothing here knows about models, text or training.
 """
 
-from flash_inside.interface import BACKENDS, free_memory, inside, inside_unchecked, span_marginals, viterbi
+from flash_inside.interface import (
+    BACKENDS,
+    free_memory,
+    inside,
+    inside_unchecked,
+    sample_trees,
+    span_marginals,
+    viterbi,
+)
 from flash_inside.mbr import mbr
 from flash_inside.precision import PRECISIONS, rules_type
 from flash_inside.recomputation import Statistics
@@ -20,6 +28,7 @@ __all__ = [
     "inside_unchecked",
     "mbr",
     "rules_type",
+    "sample_trees",
     "span_marginals",
     "viterbi",
 ]

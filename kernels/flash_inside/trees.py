@@ -1,4 +1,6 @@
-"""The best labelled tree of every sentence, in log space: sums of the inside algorithm become maxima.
+"""Labelled trees from a chart in log space, here the best of every sentence; `sampling.py` draws them instead.
+
+For the best tree the sums of the inside algorithm become maxima:
 
     beta_ij[A] = max_k eta_ik[A] + zeta_kj[A]        eta_ij[A] = max_B log left[A, B] + beta_ij[B]      (zeta: right)
 
@@ -10,6 +12,7 @@ The score is the sum of the tree's own log-probabilities in fp64; fp32 only deci
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,130 +31,189 @@ def best_trees(
 ) -> list[tuple[float, Tree]]:
     """Return (log score, tree) of every sentence, in the caller's order; (-inf, []) where there is no tree."""
     with torch.no_grad(), torch.cuda.device_of(emissions):  # Triton launches on the current device
-        return _Chart(rules, emissions, Layout(lengths), dtype, triton).trees()
+        found = BestTrees(rules, emissions, Layout(lengths), dtype, triton).trees()
+    return [trees[0] if trees else (float("-inf"), []) for trees in found]
 
 
-class _Chart:
-    """Log values of every span, packed. Index arrays of nodes are NumPy; one entry a node."""
+class LogChart:
+    """Log values of every span, packed, and trees taken from them. Index arrays of nodes are NumPy, one entry a node.
 
-    def __init__(self, rules: Rules, emissions: Tensor, layout: Layout, dtype: torch.dtype, triton: bool):
-        self.layout, self.n, self.device = layout, rules.nonterminals, emissions.device
+    Three methods say what the values are and which of them a tree takes: `_over_children`, `_over_splits`, `_choose`.
+    """
+
+    def __init__(self, rules: Rules, emissions: Tensor, layout: Layout, dtype: torch.dtype, trees_each: int = 1):
+        self.layout, self.n, self.device, self.trees_each = layout, rules.nonterminals, emissions.device, trees_each
         self.rules, self.root = rules, log(rules.root, dtype)
         self.leaves = emissions[torch.from_numpy(layout.leaf_word).to(self.device)].to(dtype).contiguous()  # [words, P]
-        # Both sides next to each other and children first: [N+P, 2N], so that neighbours read neighbours
-        by_child = log(torch.cat((rules.left, rules.right)).T, dtype).contiguous()
-        n, words, longest = self.n, layout.words, layout.longest
-        self.children = torch.empty(int(layout.offset[longest]), 2 * n, dtype=dtype, device=self.device)  # eta | zeta
-        self.beta = torch.empty(layout.rows - words, n, dtype=dtype, device=self.device)
-        best_child: Callable[[Tensor, Tensor, Tensor], None] = max_plus
-        best_split: Callable[[int], None] = self._best_split
-        if triton:
-            from flash_inside.triton import viterbi as triton_viterbi  # imported where it is used: needs triton
+        rows = int(layout.offset[layout.longest])
+        self.children = torch.empty(rows, 2 * self.n, dtype=dtype, device=self.device)  # eta | zeta
+        self.beta = torch.empty(layout.rows - layout.words, self.n, dtype=dtype, device=self.device)
 
-            best_child = triton_viterbi.max_plus
-            best_split = triton_viterbi.SplitMaximum(self.children, self.beta, layout)
-        if longest > 1:
-            best_child(self.leaves, by_child[n:], self.children[:words])
-        for width in range(2, longest + 1):
-            best_split(width)
-            if width < longest:
+    def _over_children(self, values: Tensor, columns: slice, out: Tensor) -> None:
+        """Write eta | zeta [R, 2N] of spans whose values [R, K] belong to these K columns of the rules."""
+        raise NotImplementedError
+
+    def _over_splits(self, values: Tensor) -> Tensor:
+        """[r, splits, N] -> [r, N]."""
+        raise NotImplementedError
+
+    def _choose(self, values: Tensor) -> Tensor:
+        """Return which of the options each tree takes: [nodes, options] log values -> [nodes]."""
+        raise NotImplementedError
+
+    def _fill(self) -> None:
+        layout, n = self.layout, self.n
+        if layout.longest > 1:
+            self._over_children(self.leaves, slice(n, None), self.children[: layout.words])
+        for width in range(2, layout.longest + 1):
+            self._fill_width(width)
+            if width < layout.longest:
                 here = layout.span_rows(width)
-                best_child(self.beta[here.start - words : here.stop - words], by_child[:n], self.children[here])
+                values = self.beta[here.start - layout.words : here.stop - layout.words]
+                self._over_children(values, slice(0, n), self.children[here])
 
-    def _best_split(self, width: int) -> None:
+    def _fill_width(self, width: int) -> None:
         left, right = (torch.from_numpy(rows).to(self.device) for rows in self.layout.splits(width))  # [R, splits]
         first = self.layout.span_rows(width).start - self.layout.words
         step = max(1, LARGEST_BLOCK // (self.n * left.shape[1]))
         for start in range(0, left.shape[0], step):
             block = slice(start, min(start + step, left.shape[0]))
             sums = self.children[left[block], : self.n] + self.children[right[block], self.n :]  # [r, splits, N]
-            self.beta[first + block.start : first + block.stop] = sums.amax(1)
+            self.beta[first + block.start : first + block.stop] = self._over_splits(sums)
 
-    def rows(self, sentence: np.ndarray, start: np.ndarray, width: np.ndarray) -> np.ndarray:
-        return self.layout.offset[width] + self.layout.prefix[sentence] - sentence * (width - 1) + start
-
-    def trees(self) -> list[tuple[float, Tree]]:
-        layout, n = self.layout, self.n
-        scores, nodes = self._tops()
-        trees: list[Tree] = [[] for _ in layout.order]
-        leaves = [nodes[:0]]
-        while nodes.size:  # one level of all trees at a time; columns: sorted sentence, start, end, label
-            for b, start, end, label in nodes.tolist():
-                trees[b].append((start, end, label))
-            is_leaf = nodes[:, 2] - nodes[:, 1] == 1
-            leaves.append(nodes[is_leaf])
-            inner = nodes[~is_leaf]
+    def trees(self) -> list[list[tuple[float, Tree]]]:
+        """Return (log score, tree) of every tree of every sentence, in the caller's order; [] where there is none."""
+        layout, each = self.layout, self.trees_each
+        scores = np.zeros(len(layout.order) * each)
+        nodes = self._tops()
+        np.add.at(scores, nodes[:, 0], self.rules.root[self._tensor(nodes[:, 3])].double().log().cpu().numpy())
+        levels = [nodes]
+        while True:  # one level of all trees at a time; columns: tree, start, end, label
+            inner = nodes[nodes[:, 2] - nodes[:, 1] > 1]
             if not len(inner):
                 break
-            b, start, end, label = inner.T
-            middle = self._best_middles(b, start, end, label)
+            tree, start, end, label = inner.T
+            (middle,) = self._in_blocks(self._middles, tree // each, start, end, label)
             sides = []
-            for side, first, last in ((0, start, middle), (1, middle, end)):
-                child, log_rule = self._best_children(side, b, first, last, label)
-                np.add.at(scores, b, log_rule)
-                sides.append(np.stack((b, first, last, child), 1))
+            for rule, first, last in ((self.rules.left, start, middle), (self.rules.right, middle, end)):
+                child, log_rule = self._in_blocks(partial(self._children, rule), tree // each, first, last, label)
+                np.add.at(scores, tree, log_rule)
+                sides.append(np.stack((tree, first, last, child), 1))
             nodes = np.concatenate(sides)
-        b, start, _, label = np.concatenate(leaves).T
-        row, column = (torch.from_numpy(index).to(self.device) for index in (layout.prefix[b] + start, label - n))
-        np.add.at(scores, b, self.leaves[row, column].double().cpu().numpy())
-        results: list[tuple[float, Tree]] = [(float("-inf"), [])] * len(trees)
-        for b, sentence in enumerate(layout.order):
-            if trees[b]:
-                results[sentence] = (float(scores[b]), sorted(trees[b], key=lambda node: (node[0], -node[1])))
+            levels.append(nodes)
+        nodes = np.concatenate(levels)
+        tree, start, _, label = nodes[nodes[:, 2] - nodes[:, 1] == 1].T
+        emitted = self.leaves[self._tensor(layout.prefix[tree // each] + start), self._tensor(label - self.n)]
+        np.add.at(scores, tree, emitted.double().cpu().numpy())
+        return self._by_sentence(nodes, scores.tolist())
+
+    def _by_sentence(self, nodes: np.ndarray, scores: list[float]) -> list[list[tuple[float, Tree]]]:
+        tree, start, end, label = nodes[np.lexsort((-nodes[:, 2], nodes[:, 1], nodes[:, 0]))].T
+        every_node = list(zip(start.tolist(), end.tolist(), label.tolist(), strict=True))
+        bounds = np.searchsorted(tree, np.arange(len(scores) + 1)).tolist()
+        results: list[list[tuple[float, Tree]]] = [[] for _ in self.layout.order]
+        for number, score in enumerate(scores):
+            if bounds[number] < bounds[number + 1]:
+                sentence = self.layout.order[number // self.trees_each]
+                results[sentence].append((score, every_node[bounds[number] : bounds[number + 1]]))
         return results
 
-    def _tops(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probability of the best root [B], and the top nodes [at most B, 4] of those with a tree."""
-        layout, n = self.layout, self.n
+    def _tops(self) -> np.ndarray:
+        """Return the top nodes of all trees, [trees, 4]: none of a sentence that the grammar cannot generate."""
+        layout, n, each = self.layout, self.n, self.trees_each
         longer = layout.alive[2] if layout.longest > 1 else 0
-        tops = torch.from_numpy(layout.tops()).to(self.device)
-        value = torch.full((len(layout.order),), float("-inf"), dtype=self.root.dtype, device=self.device)
-        label = torch.zeros(len(layout.order), dtype=torch.int64, device=self.device)
-        if longer:
-            value[:longer], label[:longer] = (self.root[:n] + self.beta[tops[:longer] - layout.words]).max(1)
-        if longer < len(layout.order) and self.root.shape[0] > n:
-            value[longer:], label[longer:] = (self.root[n:] + self.leaves[tops[longer:]]).max(1)
-            label[longer:] += n
-        possible = (value > float("-inf")).cpu().numpy()
-        nodes = np.stack(
-            (np.arange(len(layout.order)), np.zeros_like(layout.lengths), layout.lengths, label.cpu().numpy()), 1
-        )
-        return self.rules.root[label].double().log().cpu().numpy(), nodes[possible]
+        tops, found = layout.tops(), [np.empty((0, 4), dtype=np.int64)]
+        for sentences, columns, values, first_row in (
+            (slice(0, longer), slice(0, n), self.beta, layout.words),
+            (slice(longer, len(tops)), slice(n, None), self.leaves, 0),
+        ):
+            root = self.root[columns]
+            if sentences.start == sentences.stop or not len(root):
+                continue
+            scores = root + values[self._tensor(tops[sentences] - first_row)]
+            possible = np.repeat(np.flatnonzero((scores.amax(1) > float("-inf")).cpu().numpy()), each)
+            (label,) = self._in_blocks(partial(self._labels, scores), possible)
+            sentence = sentences.start + possible
+            tree = sentence * each + np.arange(len(possible)) % each
+            ends = layout.lengths[sentence]
+            found.append(np.stack((tree, np.zeros_like(tree), ends, columns.start + label), 1))
+        return np.concatenate(found)
 
-    def _best_middles(self, b: np.ndarray, start: np.ndarray, end: np.ndarray, label: np.ndarray) -> np.ndarray:
-        """Return argmax_k eta_ik[A] + zeta_kj[A]."""
+    def _labels(self, scores: Tensor, rows: np.ndarray) -> tuple[np.ndarray]:
+        return (self._choose(scores[self._tensor(rows)]).cpu().numpy(),)
+
+    def _middles(self, b: np.ndarray, start: np.ndarray, end: np.ndarray, label: np.ndarray) -> tuple[np.ndarray]:
+        """Choose k by eta_ik[A] + zeta_kj[A]."""
         most = int((end - start).max()) - 1
         middle = start[:, None] + 1 + np.arange(most)[None, :]  # [nodes, splits]
         real = middle < end[:, None]
         middle = np.where(real, middle, start[:, None] + 1)
-        left = self.rows(b[:, None], start[:, None], middle - start[:, None])
-        right = self.rows(b[:, None], middle, end[:, None] - middle)
-        left_rows, right_rows, labels, mask = (
-            torch.from_numpy(array).to(self.device) for array in (left, right, label[:, None], real)
-        )
-        value = self.children[left_rows, labels] + self.children[right_rows, self.n + labels]
-        best = value.masked_fill(~mask, float("-inf")).argmax(1).cpu().numpy()
-        return start + 1 + best
+        left = self._tensor(self._rows(b[:, None], start[:, None], middle - start[:, None]))
+        right = self._tensor(self._rows(b[:, None], middle, end[:, None] - middle))
+        labels, mask = self._tensor(label[:, None]), self._tensor(real)
+        value = self.children[left, labels] + self.children[right, self.n + labels]
+        return (start + 1 + self._choose(value.masked_fill(~mask, float("-inf"))).cpu().numpy(),)
 
-    def _best_children(
-        self, side: int, b: np.ndarray, start: np.ndarray, end: np.ndarray, label: np.ndarray
+    def _children(
+        self, rule: Tensor, b: np.ndarray, start: np.ndarray, end: np.ndarray, label: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return argmax_B log rule[A, B] + value of B at the span, and the log-probability of that rule in fp64."""
+        """Choose B by log rule[A, B] + value of B at the span; return it, and log rule[A, B] in fp64."""
         child, log_rule = np.empty_like(label), np.empty(len(label))
-        rule = self.rules.right if side else self.rules.left
-        row = self.rows(b, start, end - start)
+        row = self._rows(b, start, end - start)
         for leaf in (False, True):
             mine = (end - start == 1) == leaf
             if not mine.any():
                 continue
             columns = slice(self.n, None) if leaf else slice(0, self.n)
             values = self.leaves if leaf else self.beta
-            rows = torch.from_numpy(row[mine] - (0 if leaf else self.layout.words)).to(self.device)
-            probabilities = rule[torch.from_numpy(label[mine]).to(self.device)][:, columns]  # [nodes, N or P]
-            best = (log(probabilities, values.dtype) + values[rows]).argmax(1, keepdim=True)
-            child[mine] = best.squeeze(1).cpu().numpy() + (self.n if leaf else 0)
-            log_rule[mine] = probabilities.gather(1, best).squeeze(1).double().log().cpu().numpy()
+            rows = self._tensor(row[mine] - (0 if leaf else self.layout.words))
+            probabilities = rule[:, columns][self._tensor(label[mine])]  # [nodes, N or P]
+            chosen = self._choose(log(probabilities, values.dtype) + values[rows])[:, None]
+            child[mine] = chosen.squeeze(1).cpu().numpy() + columns.start
+            log_rule[mine] = probabilities.gather(1, chosen).squeeze(1).double().log().cpu().numpy()
         return child, log_rule
+
+    def _in_blocks(self, function: Callable[..., tuple[np.ndarray, ...]], *nodes: np.ndarray) -> list[np.ndarray]:
+        """Call it with some nodes at a time, and put its results together."""
+        step = max(1, LARGEST_BLOCK // max(self.rules.left.shape[1], self.layout.longest))
+        starts = range(0, max(1, len(nodes[0])), step)
+        parts = [function(*(array[start : start + step] for array in nodes)) for start in starts]
+        return [np.concatenate(results) for results in zip(*parts, strict=True)]
+
+    def _rows(self, sentence: np.ndarray, start: np.ndarray, width: np.ndarray) -> np.ndarray:
+        return self.layout.offset[width] + self.layout.prefix[sentence] - sentence * (width - 1) + start
+
+    def _tensor(self, indices: np.ndarray) -> Tensor:
+        return torch.from_numpy(indices).to(self.device)
+
+
+class BestTrees(LogChart):
+    """Values are maxima, and a tree takes the largest."""
+
+    def __init__(self, rules: Rules, emissions: Tensor, layout: Layout, dtype: torch.dtype, triton: bool):
+        super().__init__(rules, emissions, layout, dtype)
+        # Both sides next to each other and children first: [N+P, 2N], so that neighbours read neighbours
+        self.by_child = log(torch.cat((rules.left, rules.right)).T, dtype).contiguous()
+        self.max_plus: Callable[[Tensor, Tensor, Tensor], None] = max_plus
+        self.split_maximum: Callable[[int], None] = super()._fill_width
+        if triton:
+            from flash_inside.triton import viterbi as triton_viterbi  # imported where it is used: needs triton
+
+            self.max_plus = triton_viterbi.max_plus
+            self.split_maximum = triton_viterbi.SplitMaximum(self.children, self.beta, layout)
+        self._fill()
+
+    def _over_children(self, values: Tensor, columns: slice, out: Tensor) -> None:
+        self.max_plus(values, self.by_child[columns], out)
+
+    def _fill_width(self, width: int) -> None:
+        self.split_maximum(width)
+
+    def _over_splits(self, values: Tensor) -> Tensor:
+        return values.amax(1)
+
+    def _choose(self, values: Tensor) -> Tensor:
+        return values.argmax(1)
 
 
 def max_plus(rows: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -56,21 +56,49 @@ def finite_mass(rules: Rules, iterations: int = 10_000, tolerance: float = 1e-12
     return (root[:n] @ ends + root[n:].sum()).item()
 
 
+def expected_uses(rules: Rules, radius: float | None = None) -> Tensor:
+    """Mean number of uses of each symbol in a derivation: [N+P]; all infinite unless the grammar is subcritical.
+
+    Nonterminals are used by the root and by each other: u = root + M^T u. radius: the spectral radius, if known
+    """
+    n, root = rules.nonterminals, rules.root.double()
+    if (spectral_radius(rules) if radius is None else radius) >= 1.0:
+        return root.new_full((n + rules.preterminals,), float("inf"))
+    children = rules.left[:, :n].double() + rules.right[:, :n]  # M[A, B]: expected nonterminal children B of A
+    identity = torch.eye(n, dtype=torch.float64, device=root.device)
+    nonterminals = torch.linalg.solve(identity - children.T, root[:n])
+    preterminals = _times(rules.left[:, n:].T, nonterminals) + _times(rules.right[:, n:].T, nonterminals)
+    if len(root) > n:
+        preterminals += root[n:]
+    return torch.cat((nonterminals, preterminals))
+
+
 def expected_length(rules: Rules) -> float:
     """Mean number of words of a sentence; infinite unless the grammar is subcritical."""
-    if spectral_radius(rules) >= 1.0:
+    return expected_uses(rules)[rules.nonterminals :].sum().item()
+
+
+def derivation_entropy(rules: Rules, emission: Emission, uses: Tensor | None = None) -> float:
+    """Entropy in nats of a derivation with its words; infinite unless the grammar is subcritical.
+
+    Every symbol adds the entropy of what it chooses as often as it is used. That of the string is at most as large:
+    several derivations may give it. uses: `expected_uses`, if known
+    """
+    uses = expected_uses(rules) if uses is None else uses
+    if uses.isinf().any():
         return float("inf")
-    n = rules.nonterminals
-    both = (rules.left + rules.right).double()
-    identity = torch.eye(n, dtype=torch.float64, device=both.device)
-    words = torch.linalg.solve(identity - both[:, :n], both[:, n:].sum(1))  # [N] words below each nonterminal
-    root = rules.root.double()
-    return (root[:n] @ words + root[n:].sum()).item()
+    choices = _entropies(rules.left) + _entropies(rules.right)
+    own = torch.cat((choices, emission.entropies().double()))
+    return (entropy(rules.root.double()) + uses @ own).item()
 
 
 def entropy(probabilities: Tensor) -> Tensor:
     """Return the entropy in nats over the last dimension."""
     return torch.special.entr(probabilities).sum(-1)
+
+
+def _entropies(rules: Tensor, rows: int = 1024) -> Tensor:
+    return torch.cat([entropy(part.double()) for part in rules.split(rows)])
 
 
 def _mean_entropy(rules: Tensor, rows: int = 1024) -> float:
@@ -98,12 +126,14 @@ def summary(rules: Rules, emission: Emission) -> dict[str, float]:
     }
 
 
-def criticality(rules: Rules) -> dict[str, float]:
+def criticality(rules: Rules, emission: Emission) -> dict[str, float]:
     """Say whether derivations end. Below a radius of 1 all do, and the probabilities of all strings sum to 1."""
     radius = spectral_radius(rules)
+    uses = expected_uses(rules, radius)
     return {
         "grammar/spectral_radius": radius,
         "grammar/subcritical": radius < 1.0,
         "grammar/mass_of_finite_strings": finite_mass(rules),
-        "grammar/expected_length": expected_length(rules),
+        "grammar/expected_length": uses[rules.nonterminals :].sum().item(),
+        "grammar/derivation_entropy": derivation_entropy(rules, emission, uses),
     }

@@ -68,7 +68,7 @@ class _Gathered(torch.autograd.Function):
 class Emission(NamedTuple):
     """p(word | preterminal) = softmax over the words of features . embeddings.
 
-    Only columns for the words at hand are ever asked for.
+    Only columns for the words at hand are asked for, or, to draw words, rows of the preterminals at hand.
     """
 
     features: Tensor  # [P, d] of the preterminals
@@ -106,6 +106,13 @@ class Emission(NamedTuple):
         embeddings, features = (rounded(table, self.precision) for table in (words_given, self.features))
         columns = embeddings @ features.T - self.log_normalizers  # [distinct, P]
         return functional.embedding(position, columns)
+
+    def log_probabilities_of(self, preterminals: Tensor) -> Tensor:
+        """Log-probabilities of all words given some preterminals: [n] numbers on the tables' device -> [n, V]."""
+        features, embeddings = (
+            rounded(table, self.precision) for table in (self.features[preterminals], self.embeddings)
+        )
+        return features @ embeddings.T - self.log_normalizers[preterminals, None]
 
     def entropies(self, rows: int = 1024) -> Tensor:
         """Entropy in nats of each preterminal's words: [P], computed for some rows at a time."""

@@ -126,7 +126,7 @@ class Grammar(NamedTuple):
     def describe(self, thorough: bool = False) -> dict[str, float]:
         """Return figures for the metrics; thorough adds what is too slow for every evaluation."""
         figures = analysis.summary(self.rules, self.emission)
-        return figures | analysis.criticality(self.rules) if thorough else figures
+        return figures | analysis.criticality(self.rules, self.emission) if thorough else figures
 
     def with_root_over_nonterminals(self) -> Grammar:
         """The paper's root: the mass of S -> preterminal is taken away and the rest renormalised."""
