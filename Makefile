@@ -6,7 +6,7 @@ JOBS ?= 2
 LONG_JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
 
-.PHONY: demo install-dev test test-long test-all fuzz slurm chaos style types lint clean bench-data
+.PHONY: demo install-dev test test-long test-kernels test-all fuzz slurm chaos style types lint clean bench-data
 
 # The stamps say what is installed; it is done anew when the dependencies change.
 $(VENV)/.installed: pyproject.toml
@@ -27,14 +27,18 @@ install-dev: $(VENV)/.installed-dev
 
 # At most 8 minutes on 2 cores.
 test: $(VENV)/.installed-dev
-	$(PYTEST) $(JOBS) -m "not long and not chaos"
+	$(PYTEST) $(JOBS) -m "not long and not chaos and not kernels"
 
-# The rest, marked `long`: the demo, launchers, engines, faults, SLURM, every specialisation of a kernel compiled.
+# Those marked `long`: the demo, launchers, engines, faults, SLURM, every specialisation of a kernel for sm_80.
 # One process more than there are cores: the tests of SLURM and of faults mostly wait.
 test-long: $(VENV)/.installed-dev
-	$(PYTEST) $(LONG_JOBS) -m "long and not chaos"
+	$(PYTEST) $(LONG_JOBS) -m "long and not chaos and not kernels"
 
-test-all: test test-long
+# What kernels need many minutes for without a GPU: long sentences in the interpreter, every specialisation for sm_90.
+test-kernels: $(VENV)/.installed-dev
+	$(PYTEST) $(JOBS) -m kernels
+
+test-all: test test-long test-kernels
 
 # The property tests with examples never seen before (`make test` takes the same ones each time).
 fuzz: $(VENV)/.installed-dev

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from lm_pcfg.cli import app
 from lm_pcfg.corpus.text import read_lines, resolve_source
-from lm_pcfg.inference.trained import load_trained
 from lm_pcfg.inference.score import TextScore, score_lines
+from lm_pcfg.inference.trained import load_trained
 from texts import write_config
 
 

@@ -17,11 +17,12 @@ from grammars import random_rules
 from lm_pcfg.corpus.sentences import Sentences, encode_sentences
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions
 from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.analysis import expected_uses
 from lm_pcfg.grammar.emission import Emission
 from lm_pcfg.grammar.families.tables import TablePCFG
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.inference.symbol_tables import symbol_tables, symbols_page
-from lm_pcfg.inference.symbols import expected_uses, symbols, uses_in_text
+from lm_pcfg.inference.symbols import symbols, uses_in_text
 from texts import write_config
 
 N, P = 3, 4

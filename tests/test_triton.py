@@ -42,7 +42,7 @@ if INTERPRETED:
 
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
-@pytest.mark.parametrize("tests", ["not long", pytest.param("long", marks=pytest.mark.long)])
+@pytest.mark.parametrize("tests", ["not long", pytest.param("long", marks=pytest.mark.kernels)])
 def test_in_the_interpreter(tests):
     others = ("test_triton_softmax.py", "test_triton_dropout.py")
     files = [__file__, *(str(Path(__file__).with_name(name)) for name in others)]

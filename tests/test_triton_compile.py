@@ -231,8 +231,9 @@ def test_every_kernel_compiles():
         assert compiled(launch, 90).asm["cubin"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.long), pytest.param(90, marks=pytest.mark.kernels)]
+)
 def test_every_specialisation_compiles(launches, capability):
     assert {kernel.fn.__name__ for kernel, _ in launches} == one_of_each().keys()
     for launch in launches:

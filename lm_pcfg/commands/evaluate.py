@@ -14,7 +14,9 @@ LABELS_SHOWN = 12
 
 
 def evaluate(
-    trees: Annotated[str, typer.Argument(help="Gold trees in Penn brackets, - (standard input), or embedded:test.trees.")],
+    trees: Annotated[
+        str, typer.Argument(help="Gold trees in Penn brackets, - (standard input), or embedded:test.trees.")
+    ],
     checkpoint: Checkpoints = None,
     predicted: Annotated[
         Path | None, typer.Option(help="Compare the bracketed trees of this file, in the order of the gold trees.")
@@ -69,7 +71,9 @@ def tables(report: dict[str, Any]) -> list[str]:
     rows = [(own, report), *report["baselines"].items()]
     lines += [f"{name:<16}{figure(row['s_f1'])}   {figure(row['corpus_f1'])}" for name, row in rows]
     lines += ["", f"{'label':<16}  recall      spans"]
-    lines += [f"{row['label']:<16}{figure(row['recall'])}  {row['spans']:>9,}" for row in report["by_label"][:LABELS_SHOWN]]
+    lines += [
+        f"{row['label']:<16}{figure(row['recall'])}  {row['spans']:>9,}" for row in report["by_label"][:LABELS_SHOWN]
+    ]
     lines += ["", f"{'words':<16}    S-F1  sentences"]
     for row in report["by_length"]:
         words = f"{row['shortest']}-{row['longest']}" if row["longest"] else f"{row['shortest']} or more"

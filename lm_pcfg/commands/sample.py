@@ -18,7 +18,9 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same samples.")] = 0,
     max_length: Annotated[int, typer.Option(min=1, help="Samples of more words are cut, and counted.")] = 250,
     trees: Annotated[bool, typer.Option("--trees", help="Print trees in brackets, not only their words.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, with tree and probability.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object a line, with tree and probability.")
+    ] = False,
     checkpoint: Checkpoints = None,
     weights: WeightsOption = "auto",
     device: DeviceOption = "auto",

@@ -40,7 +40,9 @@ def punctuation_tags(choice: str) -> frozenset[str]:
     return frozenset(tag.strip() or "," for tag in choice.split(","))
 
 
-def load_gold(source: str, *, punctuation: str = "penn", lowercase: bool = False, fold_numbers: bool = False) -> GoldTrees:
+def load_gold(
+    source: str, *, punctuation: str = "penn", lowercase: bool = False, fold_numbers: bool = False
+) -> GoldTrees:
     """Read a treebank: a file of bracketed trees, '-' (standard input) or embedded:test.trees."""
     removed, whole = punctuation_tags(punctuation), load_trees(source)
     compared = [normalised(without(tree, removed), lowercase, fold_numbers) for tree in whole]
@@ -59,13 +61,17 @@ def evaluate_model(
     longest = model.longest_line()
     for number, length in enumerate(lengths):
         if length > longest:
-            warn(f"{gold.name}, tree {number + 1}: {length:,} words do not fit into memory; it counts as without a tree")
+            warn(
+                f"{gold.name}, tree {number + 1}: {length:,} words do not fit into memory; it counts as without a tree"
+            )
             lines[number] = ""
     trees = model.parse(lines, method, on_lines=on_lines)
     report = compare(gold, trees)
     without_tree = sum(1 for tree, line in zip(trees, gold.lines, strict=True) if line and not tree.words)
     if without_tree:
-        warn(f"{gold.name}: {without_tree:,} sentences have no tree (probability 0): their F1 is 0 if they have gold spans")
+        warn(
+            f"{gold.name}: {without_tree:,} sentences have no tree (probability 0): their F1 is 0 if they have gold spans"
+        )
     unknown, words = _unknown_words(model, lines)
     return {
         "file": gold.name,
@@ -84,7 +90,11 @@ def evaluate_predictions(predicted: str, gold: GoldTrees) -> dict[str, Any]:
     """Compare the trees of a file, in the order of the gold trees, with these."""
     name = display_name(predicted)
     lines = [line for _, line in read_lines(resolve_source(predicted), name=name)]
-    return {"file": gold.name, "predicted": name, **compare(gold, read_predictions(lines, name, gold.whole, gold.removed))}
+    return {
+        "file": gold.name,
+        "predicted": name,
+        **compare(gold, read_predictions(lines, name, gold.whole, gold.removed)),
+    }
 
 
 def compare(gold: GoldTrees, predicted: Sequence[Tree]) -> dict[str, Any]:
@@ -109,4 +119,8 @@ def _perplexity(model: Model, lines: Sequence[str], warn: Callable[[str], None])
     sentences = encode_sentences(enumerate(lines, start=1), model.vocabulary)
     scores = np.asarray(model.score(lines))
     total = corpus_score(sentences, scores[sentences.line_numbers - 1])
-    return {"ppl": perplexity(total.nll / total.tokens) if total.tokens else None, "nll": total.nll, "tokens": total.tokens}
+    return {
+        "ppl": perplexity(total.nll / total.tokens) if total.tokens else None,
+        "nll": total.nll,
+        "tokens": total.tokens,
+    }

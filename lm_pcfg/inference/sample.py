@@ -43,7 +43,11 @@ class Tally:
             parts.append(f"{self.cut:,} of {self.drawn:,} samples have more than {max_length:,} words")
         if self.without_end:
             parts.append(f"{self.without_end:,} of {self.drawn:,} do not end in a single <eos>")
-        return f"{' and '.join(parts)}: they are left out, so the others are no fair sample of the grammar" if parts else ""
+        return (
+            f"{' and '.join(parts)}: they are left out, so the others are no fair sample of the grammar"
+            if parts
+            else ""
+        )
 
 
 def draw_samples(

@@ -95,25 +95,6 @@ class SymbolTable:
 # ---- how often symbols are used -------------------------------------------------------------------------------------
 
 
-def expected_uses(rules: Rules) -> Tensor:
-    """How often each symbol is used in a derivation on average: fp64 [N+P]; infinite unless the grammar is subcritical.
-
-    With u the uses of nonterminals, u = root + u (left + right); those of preterminals follow from it.
-    """
-    n, device = rules.nonterminals, rules.left.device
-    if not analysis.spectral_radius(rules) < 1.0:
-        return torch.full((rules.left.shape[1],), torch.inf, dtype=torch.float64, device=device)
-    root = rules.root.double()
-    passed_on = rules.left[:, :n].double() + rules.right[:, :n].double()
-    uses = torch.linalg.solve(torch.eye(n, dtype=torch.float64, device=device) - passed_on.T, root[:n])
-    preterminals = torch.zeros(rules.preterminals, dtype=torch.float64, device=device)
-    for part, left, right in zip(uses.split(ROWS), rules.left.split(ROWS), rules.right.split(ROWS), strict=True):
-        preterminals += part @ (left[:, n:].double() + right[:, n:].double())
-    if len(root) > n:
-        preterminals += root[n:]
-    return torch.cat((uses, preterminals))
-
-
 class TextUses(NamedTuple):
     """How often the trees of a text use each symbol, summed over all trees by their posterior probabilities."""
 
@@ -183,7 +164,7 @@ def symbols(
         rules, emission = grammar.rules, grammar.emission
         n, of_text = rules.nonterminals, None
         if text is None:
-            uses = expected_uses(rules)
+            uses = analysis.expected_uses(rules)
         else:
             with torch.enable_grad():
                 of_text = uses_in_text(

@@ -125,7 +125,9 @@ class Trainer:
             say(opening.describe("valid", self.corpora.valid))
         if self.corpora.trees is not None:
             evaluation = self.settings.evaluation
-            say(f"trees: {len(self.corpora.trees):,} of {evaluation.trees}; checkpoints are chosen by {evaluation.select}")
+            say(
+                f"trees: {len(self.corpora.trees):,} of {evaluation.trees}; checkpoints are chosen by {evaluation.select}"
+            )
 
     def _loop(self, bar: Progress) -> tuple[bool, str]:
         """Train to the end or to a stop; return whether the run finished, and the reason in words."""
