@@ -114,7 +114,7 @@ def test_spans_outside_of_the_sentence(span):
 
 
 def by_the_book(pairs):
-    """The convention in other words: tables of zeros and ones; the harmonic mean of precision and recall as fractions."""
+    """The convention in other words: tables of zeros and ones; precision and recall as fractions, and their mean."""
     values, total, by_label, by_length = [], np.zeros(3, int), defaultdict(lambda: [0, 0]), defaultdict(list)
     for gold, predicted in pairs:
         n = len(gold.words)
