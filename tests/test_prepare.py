@@ -33,7 +33,7 @@ from lm_pcfg.corpus.shards.files import ShardError
 from lm_pcfg.corpus.shards.plan import ShardPlan
 from lm_pcfg.corpus.shards.prepared import PreparedCorpus, PreparedError, read_manifest, verify, vocabulary_of
 from lm_pcfg.corpus.stream import BatchStream
-from lm_pcfg.corpus.treebank import TreeError, read_trees, words_of
+from lm_pcfg.corpus.treebank import TreeError, bracketed, read_tree, read_trees
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyError, VocabularyOptions
 from lm_pcfg.errors import UserError
 from shards import random_lines, take_epoch, write_shard
@@ -342,7 +342,7 @@ def test_trees_give_text_and_gold_trees(tmp_path):
     assert trees[0] == "(S (NP-SBJ-1 (DT The) (NN cat)) (VP (VBD was) (VP (VBN seen))) (. .))"
     assert trees[1] == "(NP (NN Dog))"
     vocabulary = vocabulary_of(read_manifest(folder))
-    assert sentences(folder) == vocabulary.tokenise([" ".join(words_of(tree)) for tree in trees])
+    assert sentences(folder) == vocabulary.tokenise([" ".join(read_tree(tree).words) for tree in trees])
     (shard,) = (folder / "shards").glob("*.parquet")
     assert pq.read_table(shard).column("tree").to_pylist() == trees
     assert pq.read_table(shard).column("text").to_pylist() == (folder / "text.txt").read_text().splitlines()
@@ -371,8 +371,8 @@ def test_what_is_no_tree_is_named(tmp_path, text, message):
 @pytest.mark.parametrize("depth", [1, 500, 3000])
 def test_trees_may_be_deep(depth):
     tree = "(X (A a) " * depth + "(B b)" + ")" * depth
-    assert list(read_trees([f"( {tree})", "( ( (NN c)))"])) == [tree, "(NN c)"]
-    assert len(words_of(tree)) == depth + 1
+    assert [bracketed(found) for found in read_trees([f"( {tree})", "( ( (NN c)))"])] == [tree, "(NN c)"]
+    assert len(read_tree(tree).words) == depth + 1
 
 
 def test_trees_before_a_bad_one_are_kept(tmp_path):

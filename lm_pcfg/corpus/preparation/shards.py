@@ -25,7 +25,7 @@ from lm_pcfg.corpus.shards.files import Chunk, OnError, Row, ShardError, scan
 from lm_pcfg.corpus.shards.lines import lines_of
 from lm_pcfg.corpus.shards.prepared import IDS, ROW_GROUP_LINES, SHARDS, ShardEntry, problem_with
 from lm_pcfg.corpus.text import TextError, read_lines
-from lm_pcfg.corpus.treebank import TreeError, read_trees, words_of
+from lm_pcfg.corpus.treebank import TreeError, bracketed, read_tree, read_trees
 from lm_pcfg.storage.durable import replace_file
 
 ROWS_AT_A_TIME = 16_384
@@ -129,7 +129,8 @@ def rows_of(source: Input, options: ReadOptions) -> Iterator[list[Row]]:
 
 def _trees(source: Input) -> Iterator[Row]:
     try:
-        yield from read_trees(line for _, line in read_lines(Path(source.name)))
+        trees = read_trees(line for _, line in read_lines(Path(source.name)))
+        yield from (bracketed(tree) for tree in trees if tree.words)
     except (TreeError, TextError) as error:
         message = str(error)
         raise ShardError(message if message.startswith(source.name) else f"{source.name}: {message}") from None
@@ -138,7 +139,7 @@ def _trees(source: Input) -> Iterator[Row]:
 def lines_of_rows(task: Task, options: ReadOptions) -> list[str | None]:
     source, rows = task.input, task.rows
     if options.trees:
-        return [" ".join(words_of(str(tree))) for tree in rows]
+        return [" ".join(read_tree(str(tree)).words) for tree in rows]
     if source.split is not None:
         return [line for row in rows for line in str(row or "").removesuffix("\n").split("\n")]
     chunk = Chunk(source.number, task.first_row, len(rows))
