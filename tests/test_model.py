@@ -173,7 +173,8 @@ def test_nothing_of_the_process_changes(runs):
         flushed = (tiny * 1.0).item() == 0.0
         return (
             torch.get_num_threads(), flushed, torch.get_default_dtype(), torch.is_grad_enabled(),
-            torch.backends.cuda.matmul.fp32_precision, torch.get_rng_state().sum().item(), np.random.get_state()[1].sum(),
+            torch.backends.cuda.matmul.fp32_precision, torch.get_rng_state().sum().item(),
+            np.random.get_state()[1].sum(),
         )  # fmt: skip
 
     torch.set_num_threads(2)

@@ -35,6 +35,12 @@ def counted_spans(spans: Iterable[Span], words: int) -> set[Span]:
     return {(i, j) for i, j in different if 1 < j - i < words}
 
 
+def labelled_spans(tree: Tree) -> set[tuple[Span, str]]:
+    """Return the spans that count, each with its label or labels, without function tags."""
+    words = len(tree.words)
+    return {((i, j), plain_label(label)) for i, j, label in tree.nodes if 1 < j - i < words}
+
+
 class Sums(NamedTuple):
     """What S-F1 and corpus F1 are made of: plain numbers, so that processes can add up theirs, field by field."""
 
@@ -65,6 +71,13 @@ class Sums(NamedTuple):
 
 def _f1(hits: int, gold: int, predicted: int) -> float:
     return 2 * hits / (gold + predicted) if gold + predicted else 1.0
+
+
+def sentence_f1(gold: Tree, predicted: Iterable[Span]) -> float:
+    """Return the F1 of one sentence, from 0 to 1."""
+    words = len(gold.words)
+    theirs, ours = counted_spans(((i, j) for i, j, _ in gold.nodes), words), counted_spans(predicted, words)
+    return _f1(len(theirs & ours), len(theirs), len(ours))
 
 
 @dataclass
@@ -145,11 +158,11 @@ class SpanScore:
             self.skipped += 1
             return
         predicted = counted_spans(predicted, words)
-        labelled = {(i, j, plain_label(label)) for i, j, label in gold.nodes if 1 < j - i < words}
-        self._lengths[_length_group(words)].add({(i, j) for i, j, _ in labelled}, predicted)
-        for i, j, label in labelled:
+        labelled = labelled_spans(gold)
+        self._lengths[_length_group(words)].add({span for span, _ in labelled}, predicted)
+        for span, label in labelled:
             self._labels[label] += 1
-            self._found[label] += (i, j) in predicted
+            self._found[label] += span in predicted
 
     def __add__(self, other: SpanScore) -> SpanScore:
         both = SpanScore()

@@ -11,7 +11,9 @@ import re
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from lm_pcfg.corpus.text import EMBEDDED_PREFIX, display_name, read_lines, resolve_source
 from lm_pcfg.corpus.vocabulary import NUMBER, VocabularyOptions, normalise
 from lm_pcfg.errors import UserError
 
@@ -49,6 +51,26 @@ def read_trees(lines: Iterable[str]) -> Iterator[Tree]:
     there is one bracket in them, as the Penn Treebank writes it.
     """
     return (tree for _, tree in numbered_trees(lines))
+
+
+def load_trees(source: str) -> list[Tree]:
+    """Read the trees of a file, of '-' (standard input) or of `embedded:train|valid|test.trees`."""
+    name = display_name(source)
+    if source.startswith(EMBEDDED_PREFIX):
+        from lm_pcfg.corpus import embedded  # generates files: only when asked for
+
+        if not source.endswith(".trees"):
+            raise TreeError(f"{source} is text, not bracketed trees; use {source}.trees")
+        try:
+            path: Path | str = embedded.resolve(source)
+        except (ValueError, OSError) as error:
+            raise TreeError(str(error)) from None
+    else:
+        path = resolve_source(source)
+    try:
+        return list(read_trees(line for _, line in read_lines(path, name=name)))
+    except TreeError as error:
+        raise TreeError(f"{name}: {error}") from None
 
 
 def read_tree(text: str) -> Tree:

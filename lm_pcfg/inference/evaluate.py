@@ -69,9 +69,7 @@ def evaluate_model(
     report = compare(gold, trees)
     without_tree = sum(1 for tree, line in zip(trees, gold.lines, strict=True) if line and not tree.words)
     if without_tree:
-        warn(
-            f"{gold.name}: {without_tree:,} sentences have no tree (probability 0): their F1 is 0 if they have gold spans"
-        )
+        warn(f"{gold.name}: {without_tree:,} sentences have no tree (probability 0), and F1 0 if they have gold spans")
     unknown, words = _unknown_words(model, lines)
     return {
         "file": gold.name,

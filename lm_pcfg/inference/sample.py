@@ -60,14 +60,10 @@ def draw_samples(
     for block, start in enumerate(range(0, number, AT_A_TIME)):
         count = min(AT_A_TIME, number - start)
         chosen = np.random.default_rng([seed, block]).integers(len(mixture), size=count)
-        made = [
-            iter(
-                sample_derivations(
-                    one.grammar, int((chosen == place).sum()), seed=_seed(seed, block, place), max_length=_symbols(one, max_length)
-                )
-            )
-            for place, one in enumerate(mixture)
-        ]  # fmt: skip
+        made = []
+        for place, one in enumerate(mixture):
+            own, most = int((chosen == place).sum()), max_length + (one.vocabulary.end_id is not None)
+            made.append(iter(sample_derivations(one.grammar, own, seed=_seed(seed, block, place), max_length=most)))
         for place in chosen.tolist():
             derivation = next(made[place])
             tally.drawn += 1
@@ -81,10 +77,6 @@ def draw_samples(
 
 def _seed(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
-
-
-def _symbols(trained: TrainedGrammar, words: int) -> int:
-    return words + (trained.vocabulary.end_id is not None)
 
 
 def _sample(trained: TrainedGrammar, derivation: Derivation) -> Sample | None:

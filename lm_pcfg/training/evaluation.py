@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch.func import functional_call
 from flash_inside import Statistics
 from lm_pcfg.corpus.batches import BatchOptions, plan_batches
 from lm_pcfg.corpus.opening import Corpora
-from lm_pcfg.corpus.span_f1 import sentence_f1
+from lm_pcfg.corpus.span_f1 import labelled_spans, sentence_f1
 from lm_pcfg.corpus.stream import BatchStream
 from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.distributed.collectives import Collectives
@@ -27,6 +28,19 @@ from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_p
 from lm_pcfg.grammar.parsing import Parser, mbr_trees
 from lm_pcfg.settings import EvaluationSection, Settings
 
+LABELS = 5  # the most frequent ones, whose recall is logged
+
+
+@dataclass(frozen=True)
+class TreeScore:
+    """How well MBR trees agree with gold trees, in percent."""
+
+    s_f1: float
+    recall: dict[str, float]  # of the most frequent labels
+
+    def metrics(self) -> dict[str, float]:
+        return {"valid/s_f1": self.s_f1, **{f"valid/recall_{label}": value for label, value in self.recall.items()}}
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -34,7 +48,11 @@ class Evaluation:
     recomputed: float
     grammar: dict[str, float]  # entropies and the like
     seconds: float
-    s_f1: float | None = None  # of the gold trees, in percent
+    trees: TreeScore | None = None
+
+    @property
+    def s_f1(self) -> float | None:
+        return self.trees.s_f1 if self.trees else None
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -45,7 +63,7 @@ class Evaluation:
             "valid/impossible": self.score.impossible,
             "valid/recomputed": self.recomputed,
             "valid/seconds": round(self.seconds, 3),
-            **({} if self.s_f1 is None else {"valid/s_f1": self.s_f1}),
+            **(self.trees.metrics() if self.trees else {}),
             **self.grammar,
         }
 
@@ -93,7 +111,8 @@ def evaluate(
         if stop_asked():
             raise _Interrupted
 
-    own, own_f1, interrupted = np.zeros(len(valid)), np.zeros(len(trees)), False
+    labels = frequent_labels(trees)
+    own, own_trees, interrupted = np.zeros(len(valid)), np.zeros(len(trees) + len(labels)), False
     with torch.no_grad():
         grammar = functional_call(skeleton, weights, (EXACT,))
         try:
@@ -104,8 +123,8 @@ def evaluate(
             )  # fmt: skip
             if trees:
                 parser = Parser(grammar, corpora.vocabulary, settings.evaluation.precision, settings.inside.backend)
-                own_f1 = tree_f1(
-                    parser, trees, batch_cost=settings.evaluation.batch_cost, on_batch=check,
+                own_trees = compared_trees(
+                    parser, trees, labels, batch_cost=settings.evaluation.batch_cost, on_batch=check,
                     rank=processes.rank, world_size=processes.world_size,
                 )  # fmt: skip
         except _Interrupted:
@@ -115,24 +134,42 @@ def evaluate(
             return None
         properties = grammar.describe()
     log_p = processes.all_reduce(torch.from_numpy(own).to(processes.device)).cpu().numpy()
-    s_f1 = None
+    tree_score = None
     if trees:
-        f1 = processes.all_reduce(torch.from_numpy(own_f1).to(processes.device)).cpu().numpy()
-        s_f1 = 100 * math.fsum(f1.tolist()) / len(f1)
-    return Evaluation(corpus_score(valid, log_p), recomputed, properties, time.perf_counter() - began, s_f1)
+        sums = processes.all_reduce(torch.from_numpy(own_trees).to(processes.device)).tolist()
+        found = dict(zip(labels, sums[len(trees) :], strict=True))
+        recall = {label: 100 * found[label] / count for label, count in labels.items()}
+        tree_score = TreeScore(100 * math.fsum(sums[: len(trees)]) / len(trees), recall)
+    return Evaluation(corpus_score(valid, log_p), recomputed, properties, time.perf_counter() - began, tree_score)
 
 
-def tree_f1(
-    parser: Parser, trees: Sequence[Tree], *, batch_cost: int, on_batch: Callable[[int], None] = lambda lines: None,
-    rank: int = 0, world_size: int = 1,
+# ---- trees ----------------------------------------------------------------------------------------------------------
+
+
+def frequent_labels(trees: Sequence[Tree]) -> dict[str, int]:
+    """Return the labels whose recall is logged, and how many gold spans have each."""
+    return dict(Counter(label for tree in trees for _, label in labelled_spans(tree)).most_common(LABELS))
+
+
+def compared_trees(
+    parser: Parser, trees: Sequence[Tree], labels: Iterable[str], *, batch_cost: int,
+    on_batch: Callable[[int], None] = lambda lines: None, rank: int = 0, world_size: int = 1,
 ) -> np.ndarray:  # fmt: skip
-    """Return the F1 of the MBR tree of every sentence, fp64 [trees]; each rank leaves 0 where others compute."""
-    f1 = np.zeros(len(trees))
+    """Return the F1 of the MBR tree of every sentence, and behind them how many gold spans of each label it has.
+
+    fp64 [trees + labels]. Each rank leaves 0 where others compute: the sum over ranks is exact.
+    """
+    parser.check()
+    f1, found = np.zeros(len(trees)), dict.fromkeys(labels, 0)
     lines = [" ".join(tree.words) for tree in trees]
     lengths = np.array([len(ids) for ids in parser.vocabulary.tokenise(lines)])
     for indices in plan_batches(lengths, BatchOptions(by="cost", cost=batch_cost))[rank::world_size]:
         some = [lines[index] for index in indices]
-        for index, found in zip(indices, mbr_trees(some, parser.posteriors(some)), strict=True):
-            f1[index] = sentence_f1(trees[index], [(first, end) for first, end, _ in found.nodes])
+        for index, tree in zip(indices, mbr_trees(some, parser.posteriors(some)), strict=True):
+            spans = {(first, end) for first, end, _ in tree.nodes}
+            f1[index] = sentence_f1(trees[index], spans)
+            for span, label in labelled_spans(trees[index]):
+                if label in found:
+                    found[label] += span in spans
         on_batch(len(indices))
-    return f1
+    return np.concatenate((f1, np.array(list(found.values()), dtype=np.float64)))

@@ -124,10 +124,8 @@ class Trainer:
         if self.corpora.valid is not None:
             say(opening.describe("valid", self.corpora.valid))
         if self.corpora.trees is not None:
-            evaluation = self.settings.evaluation
-            say(
-                f"trees: {len(self.corpora.trees):,} of {evaluation.trees}; checkpoints are chosen by {evaluation.select}"
-            )
+            trees, select = self.settings.evaluation.trees, self.settings.evaluation.select
+            say(f"trees: {len(self.corpora.trees):,} of {trees}; the best checkpoint is chosen by {select}")
 
     def _loop(self, bar: Progress) -> tuple[bool, str]:
         """Train to the end or to a stop; return whether the run finished, and the reason in words."""
