@@ -163,7 +163,6 @@ class EmissionSection(Section):
 class ScheduleSection(Section):
     kind: Literal["constant", "linear", "cosine"] = setting("constant", "how the learning rate falls")
     warmup_steps: int = setting(0, "steps in which the learning rate rises from 0", ge=0)
-    final_fraction: float = setting(0.0, "what is left of the learning rate at the end (linear, cosine)", ge=0, le=1)
 
 
 class OptimizerSection(Section):
@@ -174,7 +173,6 @@ class OptimizerSection(Section):
     weight_decay: float = setting(0.0, "with adam a penalty in the gradient, with adamw decoupled", ge=0)
     clip: float | None = setting(3.0, "largest gradient norm, on the scale of loss.normalise; null: no clipping", gt=0)
     schedule: ScheduleSection = setting(ScheduleSection, "of the learning rate")
-    max_skipped_in_a_row: Count = setting(20, "updates in a row skipped for infinite gradients before training stops")
 
 
 class LossSection(Section):

@@ -153,7 +153,7 @@ DEFAULT_FAMILY: str = ModelSection.model_fields["family"].default
 REMOVED: dict[str, Any] = {
     "model.word_dimension": None, "model.spelling": None, "model.emission_smoothing": 0.0, "model.word_bias": "none",
     "model.embedding_dropout": 0.0, "model.rule_dropout": 0.0, "optimizer.network_rate": 1.0,
-    "tracking.wait_seconds": 20.0,
+    "tracking.wait_seconds": 20.0, "optimizer.schedule.final_fraction": 0.0, "optimizer.max_skipped_in_a_row": 20,
 }  # fmt: skip
 
 
@@ -163,11 +163,15 @@ def _upgrade(given: dict[str, Any], where: str) -> None:
     Removed settings are taken out if they have their old defaults, and refused otherwise. `parameterization: tables` is
     the older name of `family: tables`. Then all families had the same settings: those of others are taken out, too.
     """
-    removed = [f"{section}.{key}" for section, values in given.items() if isinstance(values, dict) for key in values]
-    removed = [dotted for dotted in removed if dotted in REMOVED]
-    for dotted in removed:
-        section, _, key = dotted.partition(".")
-        _refuse_removed(dotted, given[section].pop(key), where)
+    removed = []
+    for dotted in REMOVED:
+        *above, key = dotted.split(".")
+        section: Any = given
+        for name in above:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and key in section:
+            _refuse_removed(dotted, section.pop(key), where)
+            removed.append(dotted)
     model = given.get("model")
     if not isinstance(model, dict):
         return

@@ -189,7 +189,7 @@ def test_settings_of_earlier_versions(config: Path) -> None:
     old += ", rule_dropout: 0.0"
     config.write_text(
         f"data: {{train: x}}\nmodel: {{nonterminals: 4, dimension: 8, parameterization: tables, {old}}}\n"
-        "optimizer: {network_rate: 1.0}\ntracking: {wait_seconds: 20.0}\n"
+        "optimizer: {network_rate: 1.0, schedule: {final_fraction: 0.0}}\ntracking: {wait_seconds: 20.0}\n"
     )
     assert load_settings(config, []).model.family == "tables"
     assert load_settings(config, ["model.spelling=null"]).model.nonterminals == 4

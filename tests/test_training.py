@@ -379,8 +379,9 @@ def test_a_non_finite_update_is_skipped_counted_and_reported(tmp_path, monkeypat
 
 def test_too_many_in_a_row_stop_the_run_and_leave_the_last_good_checkpoint(tmp_path, monkeypatch, reading):
     break_steps(monkeypatch, lambda call: call >= 10)
+    monkeypatch.setattr(loop, "MOST_SKIPPED_IN_A_ROW", 3)
     with pytest.raises(loop.TrainingStopped, match=r"3 updates in a row .*step-00000008"):
-        run(tmp_path, "optimizer.max_skipped_in_a_row=3", "training.epochs=4")
+        run(tmp_path, "training.epochs=4")
     folder = tmp_path / "runs" / "small"
     assert not (folder / "FINISHED").exists()
     state = checkpoint.verify(checkpoint.latest(folder))
@@ -390,8 +391,9 @@ def test_too_many_in_a_row_stop_the_run_and_leave_the_last_good_checkpoint(tmp_p
 
 def test_checkpoints_are_not_replaced_while_updates_are_skipped(tmp_path, monkeypatch, reading):
     break_steps(monkeypatch, lambda call: call >= 10)
+    monkeypatch.setattr(loop, "MOST_SKIPPED_IN_A_ROW", 5)
     with pytest.raises(loop.TrainingStopped):
-        run(tmp_path, "checkpoint.every_steps=1", "optimizer.max_skipped_in_a_row=5", "training.epochs=4")
+        run(tmp_path, "checkpoint.every_steps=1", "training.epochs=4")
     names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "runs" / "small")]
     assert names[-2:] == ["step-00000009", "step-00000010"]
 
@@ -495,14 +497,14 @@ def test_explicit_ends_count_the_same_tokens(tmp_path):
     ("kind", "expected"),
     [
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.55, 0.1]),
-        ("cosine", [0.5, 1.0, 1.0, 0.55, 0.1]),
+        ("linear", [0.5, 1.0, 1.0, 0.5, 0.0]),
+        ("cosine", [0.5, 1.0, 1.0, 0.5, 0.0]),
     ],
 )
 def test_learning_rates(kind, expected):
     from lm_pcfg.settings import ScheduleSection
 
-    schedule = ScheduleSection(kind=kind, warmup_steps=2, final_fraction=0.1)
+    schedule = ScheduleSection(kind=kind, warmup_steps=2)
     factors = [learning_rate_factor(schedule, step, 102) for step in (0, 1, 2, 52, 102)]
     assert factors == pytest.approx(expected)
 
@@ -548,7 +550,7 @@ def test_statuses_and_one_mlflow_run_over_a_resume(tmp_path, monkeypatch):
         )  # busy, see above
         break_steps(patch, lambda call: True)
         with pytest.raises(loop.TrainingStopped):
-            run(tmp_path, "optimizer.max_skipped_in_a_row=2", name="failing", **on)
+            run(tmp_path, "training.epochs=4", name="failing", **on)
     assert tracked(tmp_path / "runs" / "failing").info.status == "FAILED"
 
 
@@ -596,7 +598,7 @@ def test_the_best_is_saved_even_if_an_update_was_skipped_just_before(tmp_path, m
             self.position.skipped_in_a_row = 0
         return applied
 
-    def ranked(self, nll, impossible):
+    def ranked(self, nll, impossible, s_f1=None):
         return take(self, next(values), impossible)
 
     take = Position.take_evaluation

@@ -30,6 +30,7 @@ from lm_pcfg.training.signals import StopFlag, StopSignals
 from lm_pcfg.training.steps import Steps
 from lm_pcfg.training.tracking import track
 
+MOST_SKIPPED_IN_A_ROW = 20  # updates that are not finite, before a run stops
 SECONDS_FOR_TRACKING = 20.0  # that the end of a run waits for a slow MLflow server
 SECONDS_FOR_TRACKING_AFTER_FAILURE = 2.0  # the error comes after it
 
@@ -176,7 +177,7 @@ class Trainer:
 
     def _stop_if_hopeless(self) -> None:
         in_a_row = self.position.skipped_in_a_row
-        if in_a_row >= self.settings.optimizer.max_skipped_in_a_row:
+        if in_a_row >= MOST_SKIPPED_IN_A_ROW:
             self.saver.wait()  # for the checkpoint that is named here
             raise TrainingStopped(
                 f"{in_a_row} updates in a row were not finite, training stops; last checkpoint before them: "

@@ -13,7 +13,7 @@ from lm_pcfg.settings import ScheduleSection
 def learning_rate_factor(schedule: ScheduleSection, step: int, total_steps: int) -> float:
     """Return the factor of the highest learning rate at a step, from 0: it rises over the warm-up, then falls or stays.
 
-    The last step of a run has about `final_fraction` of the rate; steps beyond total_steps keep it.
+    It falls to about 0 at the last step of a run, and stays there.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
@@ -21,8 +21,7 @@ def learning_rate_factor(schedule: ScheduleSection, step: int, total_steps: int)
         return 1.0
     remaining = max(1, total_steps - schedule.warmup_steps)
     progress = min(1.0, (step - schedule.warmup_steps) / remaining)
-    fall = 1.0 - progress if schedule.kind == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
-    return schedule.final_fraction + (1.0 - schedule.final_fraction) * fall
+    return 1.0 - progress if schedule.kind == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
 class MovingAverage:
