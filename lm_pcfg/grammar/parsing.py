@@ -66,14 +66,16 @@ class Parser(NamedTuple):
         return results
 
     def best_trees(self, lines: Sequence[str]) -> list[Tree]:
-        """Return Viterbi's tree of every line, with symbols as labels; NO_TREE where there is none."""
+        """Return Viterbi's tree of every line, with symbols as labels; as `mbr_trees` where there is none."""
         symbols, lengths, boundaries = self.encode(lines)
         found = self.grammar.viterbi(symbols, lengths, precision=self.precision, backend=self.backend)
         n = self.grammar.rules.nonterminals
-        return [
-            labelled_tree(line.split(), nodes, own, n) if nodes and own is not None else NO_TREE
-            for line, (_, nodes), own in zip(lines, found, boundaries, strict=True)
-        ]
+        trees = []
+        for line, (_, nodes), own in zip(lines, found, boundaries, strict=True):
+            words = tuple(line.split())
+            tree = labelled_tree(words, nodes, own, n) if nodes and own is not None else NO_TREE
+            trees.append(one_word_tree(words) if not tree.words and len(words) == 1 else tree)
+        return trees
 
 
 def symbol_name(symbol: int, nonterminals: int) -> str:
@@ -128,12 +130,14 @@ def mbr_trees(lines: Sequence[str], tables: Sequence[Tensor | None]) -> list[Tre
     for line, table in zip(lines, tables, strict=True):
         words = tuple(line.split())
         spans = next(found) if table is not None else []
-        tree = NO_TREE
-        if spans or len(words) == 1:
-            phrases = tuple((first, end, PHRASE) for first, end in spans if end - first > 1)
-            tree = Tree(words, (TAG,) * len(words), phrases)
-        trees.append(tree)
+        phrases = tuple((first, end, PHRASE) for first, end in spans if end - first > 1)
+        tree = Tree(words, (TAG,) * len(words), phrases) if phrases else NO_TREE
+        trees.append(one_word_tree(words) if len(words) == 1 else tree)
     return trees
+
+
+def one_word_tree(words: tuple[str, ...]) -> Tree:
+    return Tree(words, (TAG,), ())
 
 
 def as_array(table: Tensor | None, words: int) -> np.ndarray:
