@@ -21,6 +21,7 @@ $(VENV)/.installed-dev: pyproject.toml
 
 demo: $(VENV)/.installed
 	$(BIN)/lm_pcfg train --config configs/tiny.yaml
+	echo "the small doctor tastes the dogs" | $(BIN)/lm_pcfg parse - --format text
 	$(BIN)/lm_pcfg score embedded:test
 
 install-dev: $(VENV)/.installed-dev

@@ -317,6 +317,9 @@ def test_a_supercritical_grammar_loses_mass(stop):
     assert analysis.spectral_radius(grammar.rules) > 1
     assert analysis.finite_mass(grammar.rules) == pytest.approx(total, abs=1e-3)
     assert math.isinf(analysis.expected_length(grammar.rules))
+    mass = mass_by_length(grammar, 70)
+    mean = (mass * torch.arange(1, 71)).sum().item() / total
+    assert analysis.expected_length(analysis.conditioned_on_ending(grammar.rules)) == pytest.approx(mean, rel=5e-2)
 
 
 def test_spectral_radius_is_the_largest_eigenvalue():

@@ -1,6 +1,7 @@
 """Every command the README and the manual show is started here, in a folder of its own, as a newcomer would.
 
-test_first_steps.py has docs/first-steps.md, test_two_hosts.py docs/clusters.md."""
+test_first_steps.py has docs/first-steps.md, test_two_hosts.py docs/clusters.md, test_trees_commands.py docs/trees.md.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def after_demo(tmp_path_factory) -> tuple[Path, str]:
 @pytest.mark.long
 def test_the_demo_comes_within_five_percent_of_the_best_possible(after_demo):
     _, output = after_demo
-    last = output.strip().splitlines()[-1]
+    *before, last = output.strip().splitlines()
+    drawn = [line.split()[-1] for line in before if "─" in line]
+    assert drawn == ["the", "small", "doctor", "tastes", "the", "dogs"]
     match = re.fullmatch(r"perplexity ([0-9.]+), best possible ([0-9.]+), ratio ([0-9.]+)", last)
     assert match, output
     perplexity, best, ratio = map(float, match.groups())

@@ -42,10 +42,10 @@ def spectral_radius(rules: Rules, iterations: int = 1000, tolerance: float = 1e-
     return radius
 
 
-def finite_mass(rules: Rules, iterations: int = 10_000, tolerance: float = 1e-12) -> float:
-    """Probability that a derivation ends: the total mass of all strings, if words are normalised."""
+def ending_probabilities(rules: Rules, iterations: int = 10_000, tolerance: float = 1e-12) -> Tensor:
+    """Probability that a derivation from each nonterminal ends: fp64 [N], the least fixed point."""
     n = rules.nonterminals
-    left, right, root = rules.left, rules.right, rules.root.double()
+    left, right = rules.left, rules.right
     ends = torch.zeros(n, dtype=torch.float64, device=left.device)  # of a derivation from A within so many levels
     left_words, right_words = left[:, n:].sum(1, dtype=torch.float64), right[:, n:].sum(1, dtype=torch.float64)
     for _ in range(iterations):
@@ -53,7 +53,20 @@ def finite_mass(rules: Rules, iterations: int = 10_000, tolerance: float = 1e-12
         if (deeper - ends).abs().max().item() <= tolerance:
             break
         ends = deeper
-    return (root[:n] @ ends + root[n:].sum()).item()
+    return ends
+
+
+def finite_mass(rules: Rules) -> float:
+    """Probability that a derivation ends: the total mass of all strings, if words are normalised."""
+    n, root = rules.nonterminals, rules.root.double()
+    return (root[:n] @ ending_probabilities(rules) + root[n:].sum()).item()
+
+
+def conditioned_on_ending(rules: Rules) -> Rules:
+    """Return the rules of the derivations that end: a supercritical grammar becomes a subcritical one, in fp64."""
+    ends = torch.cat((ending_probabilities(rules), rules.root.new_ones(rules.preterminals, dtype=torch.float64)))
+    weighted = [table.double() * ends[: table.shape[-1]] for table in (rules.root, rules.left, rules.right)]
+    return Rules(*(table / table.sum(-1, keepdim=True).clamp_min(1e-300) for table in weighted))
 
 
 def expected_uses(rules: Rules, radius: float | None = None) -> Tensor:

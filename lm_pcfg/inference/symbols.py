@@ -165,6 +165,8 @@ def symbols(
         n, of_text = rules.nonterminals, None
         if text is None:
             uses = analysis.expected_uses(rules)
+            if uses.isinf().any():  # derivations grow without end: look at those that do not
+                uses = analysis.expected_uses(analysis.conditioned_on_ending(rules))
         else:
             with torch.enable_grad():
                 of_text = uses_in_text(
@@ -173,8 +175,8 @@ def symbols(
             uses = of_text.symbols
         if uses.isinf().any():
             raise UserError(
-                "derivations of this grammar grow without end (it is not subcritical), so that the uses of its symbols "
-                "are infinite; count those in a text (--text)"
+                "derivations of this grammar grow without end, so that the uses of its symbols are infinite; count "
+                "those in a text (--text)"
             )
         if not (uses.isfinite().all() and emission.log_normalizers.isfinite().all()):
             raise UserError("this grammar has probabilities that are not numbers; take an earlier checkpoint")
