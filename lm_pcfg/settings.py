@@ -10,6 +10,7 @@ from pydantic import model_validator as check
 Precision = Literal["fp64", "fp32", "tf32", "bf16"]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+LARGEST = 1e30  # number that a setting may be: the weights are fp32
 _NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._+=-]*$"  # a folder, neither hidden nor like an option
 
 
@@ -167,11 +168,13 @@ class ScheduleSection(Section):
 
 class OptimizerSection(Section):
     name: Literal["adam", "adamw"] = setting("adam", "adamw decouples weight decay from the gradient")
-    learning_rate: float = setting(2e-3, "highest learning rate", gt=0)
+    learning_rate: float = setting(2e-3, "highest learning rate", gt=0, le=LARGEST)
     betas: list[Fraction] = setting([0.75, 0.999], "Adam's decay of both moments", min_length=2, max_length=2)
-    eps: float = setting(1e-8, "Adam's epsilon, on the scale of loss.normalise", gt=0)
-    weight_decay: float = setting(0.0, "with adam a penalty in the gradient, with adamw decoupled", ge=0)
-    clip: float | None = setting(3.0, "largest gradient norm, on the scale of loss.normalise; null: no clipping", gt=0)
+    eps: float = setting(1e-8, "Adam's epsilon, on the scale of loss.normalise", gt=0, le=LARGEST)
+    weight_decay: float = setting(0.0, "with adam a penalty in the gradient, with adamw decoupled", ge=0, le=LARGEST)
+    clip: float | None = setting(
+        3.0, "largest gradient norm, on the scale of loss.normalise; null: no clipping", gt=0, le=LARGEST
+    )
     schedule: ScheduleSection = setting(ScheduleSection, "of the learning rate")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ from lm_pcfg.settings import ModelSection, Section, Settings, setting
 
 class SettingsError(UserError, ValueError):
     """Settings that cannot be used; the message is one line for the user."""
+
+
+LARGEST_YAML = 1_000_000  # characters
+MOST_YAML_VALUES = 10_000
 
 
 # ---- YAML -----------------------------------------------------------------------------------------------------------
@@ -63,14 +68,33 @@ _Dumper.add_representer(list, lambda dumper, data: dumper.represent_sequence("ta
 
 
 def parse_yaml(text: str, where: str) -> Any:
+    if len(text) > LARGEST_YAML:
+        raise SettingsError(f"{where}: more than {LARGEST_YAML:,} characters are no settings; is it the right file?")
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if _expanded_size(node, {}) > MOST_YAML_VALUES:
+            raise SettingsError(f"{where}: its aliases (*name) stand for too many values; write the settings out")
+        return None if node is None else loader.construct_document(node)
+    except SettingsError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise SettingsError(f"{where}: {line}{error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SettingsError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
+
+
+def _expanded_size(node: yaml.Node | None, known: dict[int, float]) -> float:
+    """Return how many values a document has with its aliases written out; one that contains itself has no end."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf  # until it is known
+        children = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_expanded_size(child, known) for child in children)
+    return known[id(node)]
 
 
 def dump_yaml(settings: Settings) -> str:
@@ -85,7 +109,8 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
     """The settings of a YAML file with `dotted.key=value` overrides, whose values are YAML too."""
     path = Path(path)
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            text = file.read(LARGEST_YAML + 1).decode("utf-8-sig")  # no more of what has no end
     except UnicodeDecodeError as error:
         raise SettingsError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
     except OSError as error:  # no such file, a folder, no permission

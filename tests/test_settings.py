@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -218,7 +219,7 @@ def test_there_are_at_most_75_settings(config: Path) -> None:
         ("data: 5", "data = 5 should be a section with keys such as 'train'"),
         ("seed: !!python/name:os.system\n", "could not determine a constructor"),
         ("seed: \x01", "not valid YAML"),
-        ("data: &again {train: *again}", "data.train = {"),
+        ("data: &again {train: *again}", "its aliases"),
     ],
 )
 def test_wrong_files(config: Path, text: str, expected: str) -> None:
@@ -273,7 +274,7 @@ def test_dump_is_resolved_and_comes_back(config: Path) -> None:
 @hypothesis_settings(deadline=None, max_examples=50)
 @given(
     train=st.text(min_size=1).filter(lambda text: text.strip() and text != "-"),
-    rate=st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False),
+    rate=st.floats(min_value=0, max_value=1e30, exclude_min=True),
     symbols=st.floats(min_value=1e-300, max_value=1e300),
 )
 def test_any_value_comes_back(
@@ -316,3 +317,48 @@ def test_a_number_or_a_word(config: Path, value: str) -> None:
         SettingsError, match=r"^command line: emission\.shards = .* should be auto or a whole number above 0$"
     ):
         load_settings(config, [f"emission.shards={value}"])
+
+
+# ---- bounds ---------------------------------------------------------------------------------------------------------
+
+
+def bomb(levels: int) -> str:
+    lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x]"]
+    return "\n".join(lines + [f"a{k}: &a{k} [{','.join([f'*a{k - 1}'] * 9)}]" for k in range(1, levels)])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (bomb(9), "stand for too many values"), ("a: &a [*a]", "stand for too many values"),
+        ("name: " + "x" * 1_000_001, "more than 1,000,000 characters"), ("a: " + "[" * 900, "not valid YAML"),
+        ("seed: " + "1" * 5000, "4300 digits"),
+    ],
+    ids=["aliases", "a value in itself", "long", "deep", "digits"],
+)  # fmt: skip
+def test_small_files_take_neither_time_nor_memory(config, text, message):
+    began = time.perf_counter()
+    assert message in error_of_text(config, text)
+    assert time.perf_counter() - began < 5
+
+
+def test_aliases_that_stand_for_little_are_read(config):
+    config.write_text("data: &data {train: x}\nmodel: {nonterminals: &n 4, preterminals: *n}\n")
+    assert load_settings(config, []).model.preterminals == 4
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["model.init=normal(" + "1" * 32_000 + ", 1)", "optimizer.learning_rate=1e300", "optimizer.clip=1e300",
+     "optimizer.eps=1e300", "optimizer.weight_decay=1e300"],
+    ids=lambda override: override[:20],
+)  # fmt: skip
+def test_numbers_that_no_weight_can_hold_are_refused(config, override):
+    began = time.perf_counter()
+    error_of(config, override)
+    assert time.perf_counter() - began < 5
+
+
+def test_a_config_without_end_is_refused(config):
+    with pytest.raises(SettingsError, match="characters"):
+        load_settings(Path("/dev/zero"), [])
