@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore
 
-from lm_pcfg.distributed.engine import rendezvous
+from lm_pcfg.distributed.rendezvous import meet, on_one_host, rendezvous
+from lm_pcfg.errors import UserError
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -47,3 +52,70 @@ def test_waiting_ends():
         rendezvous(store, 1, 2, timedelta(seconds=0.3))
     with pytest.raises(RuntimeError):
         rendezvous(store, 0, 2, timedelta(seconds=0.3))
+
+
+# ---- one host -------------------------------------------------------------------------------------------------------
+
+LISTENING = """
+import os, sys
+from datetime import timedelta
+import torch.distributed as dist
+from lm_pcfg.distributed.rendezvous import meet
+store, rank, size = meet(timedelta(seconds=60))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+dist.barrier()
+own = set()
+for number in os.listdir("/proc/self/fd"):
+    try:
+        own.add(os.readlink(f"/proc/self/fd/{number}"))
+    except OSError:
+        pass
+for table in ("tcp", "tcp6"):
+    for line in open(f"/proc/self/net/{table}").read().splitlines()[1:]:
+        columns = line.split()
+        if columns[3] == "0A" and f"socket:[{columns[9]}]" in own:
+            print(columns[1].split(":")[0], flush=True)
+dist.barrier()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_processes_of_one_host_listen_on_the_loopback_interface_alone(tmp_path):
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environment = {**os.environ, **launch, "TMPDIR": str(tmp_path)}  # nothing listens on this port
+    for _ in range(2):  # a second launcher with the same port
+        running = [
+            subprocess.Popen([sys.executable, "-c", LISTENING], stdout=subprocess.PIPE, text=True,
+                             env=environment | {"RANK": rank, "LOCAL_RANK": rank})
+            for rank in "01"
+        ]  # fmt: skip
+        addresses = {line for one in running for line in one.communicate(timeout=120)[0].split()}
+        assert [one.returncode for one in running] == [0, 0]
+        assert addresses == {"0100007F"}  # 127.0.0.1
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("variables", "one"),
+    [({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, True), ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, False),
+     ({"WORLD_SIZE": "2"}, False)],
+)  # fmt: skip
+def test_what_the_launcher_says_of_hosts(monkeypatch, variables, one):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "MASTER_PORT": "1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert on_one_host() == one
+
+
+def test_a_folder_that_others_can_use_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"lm_pcfg-{os.getuid()}").mkdir(mode=0o777)
+    (tmp_path / f"lm_pcfg-{os.getuid()}").chmod(0o777)
+    for name, value in {"RANK": "0", "MASTER_PORT": "1", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="not a folder that only you can use"):
+        meet(TIMEOUT)

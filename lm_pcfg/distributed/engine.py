@@ -7,11 +7,8 @@ DDP, ACCELERATE_USE_DEEPSPEED is DeepSpeed. What came of it is stated, and refus
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import socket
-import time
-import uuid
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -20,13 +17,12 @@ import torch
 import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
-from torch.distributed import PrefixStore, Store
 
 from lm_pcfg.distributed.collectives import Collectives, ProcessGroup, prepare_cpu
+from lm_pcfg.distributed.rendezvous import meet
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 
-_LONGEST_PAUSE = 0.25  # seconds between two looks into the store
 #: Settings that processes need not have in common.
 OF_A_HOST = ("device", "threads", "runs_folder", "data.train", "data.valid", "data.index_folder", "data.workers")
 
@@ -217,40 +213,9 @@ def _init_process_group(settings: Settings, on_cpu: bool) -> None:
         if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():  # processes share a GPU
             os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # or DDP would ask for a GPU of each rank's number
     timeout = _collective_timeout(settings)
-    store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
-    store = rendezvous(store, rank, world_size, timeout)
+    store, rank, world_size = meet(timeout)
     backend = _backend(settings, on_cpu)
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def rendezvous(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Wait until all processes are there, and return a part of the store that is theirs alone.
-
-    The store may be the launcher's, and outlive the processes. Those that a launcher starts again would take the
-    addresses of the killed for those of the living; on several hosts, where each launcher restarts its own processes in
-    its own time, again and again. So they first agree on who they are: rank 0 opens a round and names it, the others
-    put their own names down in it, and rank 0 closes it with the names it found. Whoever is not among them (its
-    predecessor was) waits for the next round: rank 0 will notice that a process is gone, and be restarted, too.
-    """
-    own = uuid.uuid4().hex
-    store.set_timeout(timeout)
-    if rank == 0:
-        store.set("round", own)
-        names = [own, *(store.get(f"{own}/{other}").decode() for other in range(1, world_size))]
-        store.set(f"{own}/all", json.dumps(names))
-        return PrefixStore(own, store)
-    deadline = time.monotonic() + timeout.total_seconds()
-    entered, pause = "", 0.01
-    while time.monotonic() < deadline:
-        current = store.get("round").decode()
-        if current != entered:
-            store.set(f"{current}/{rank}", own)
-            entered, pause = current, 0.01
-        elif store.check([f"{current}/all"]) and own in json.loads(store.get(f"{current}/all")):
-            return PrefixStore(current, store)
-        time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST_PAUSE)
-    raise TimeoutError("Timed out: rank 0 and the others did not meet")
 
 
 def _prepare_for_deepspeed(on_cpu: bool) -> None:
