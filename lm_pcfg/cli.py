@@ -8,6 +8,7 @@ Torch and other heavy packages are imported inside the functions: `--help` has t
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import time
@@ -70,12 +71,24 @@ _WrongUsage: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__na
 
 
 def main() -> None:
+    _prepare_streams()
     try:
         status = _run()
     except Exception as error:  # a bug: Python shows where
         _tell_launcher(f"{type(error).__name__}: {' '.join(str(error).split())}")
         raise
     sys.exit(status)
+
+
+def _prepare_streams() -> None:
+    """Have results written in UTF-8 where the locale knows nothing but ASCII, and lost where output was closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for the whole process
+        elif isinstance(stream, io.TextIOWrapper):
+            encoding = "utf-8" if stream.encoding.lower() in ("ascii", "ansi_x3.4-1968", "us-ascii") else None
+            stream.reconfigure(encoding=encoding, errors="backslashreplace")
 
 
 def _run() -> int:

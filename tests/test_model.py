@@ -18,6 +18,7 @@ from lm_pcfg.corpus.pieces import train_pieces
 from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.parsing import labelled_tree, mbr_trees, mean_posteriors
+from lm_pcfg.inference.sample import Drawn
 from texts import write_config, write_text
 
 LINES = ["the cat sees a dog", "", "zebra", "the old cat near the house sleeps and runs", "a zebra runs", "  "]
@@ -33,6 +34,7 @@ def runs(tmp_path_factory):
     variants = {
         "one": [], "two": ["seed=1"], "fewer": ["data.vocabulary.size=5", "seed=2"], "ends": ["model.eos=explicit"],
         "pieces": [f"data.sentencepiece={folder / 'pieces.model'}", "data.max_length=60"],
+        "pieces_ends": [f"data.sentencepiece={folder / 'pieces.model'}", "data.max_length=60", "model.eos=explicit"],
         "nonterminals": ["model.root=nonterminals"],
     }  # fmt: skip
     for name, changes in variants.items():
@@ -123,6 +125,21 @@ def test_nodes_inside_of_words_and_above_the_end_are_left_out():
     assert tree == Tree(("ab", "cd"), ("P0", "P2"), ((0, 2, "N0"),))
 
 
+@pytest.mark.parametrize("name", ["one", "ends", "pieces", "pieces_ends"])
+def test_marginals_are_the_frequencies_of_trees_that_are_drawn(runs, name):
+    """Trees over words: without <eos> two nodes may be one span, and pieces are below words."""
+    model, line, number = lm_pcfg.load(runs / name), "the cat sees a dog near runs", 3000
+    (table,), (trees,) = model.marginals([line]), model.sample_trees([line], number, seed=3)
+    words = len(line.split())
+    drawn = np.zeros((words + 1, words + 1))
+    for tree, _ in trees:
+        for first, end, _ in tree.nodes:
+            drawn[first, end] += 1 / number
+    spans_of_several = np.triu(np.ones_like(table), 2).astype(bool)
+    assert table[0, words] == pytest.approx(1.0, abs=1e-4)
+    assert np.abs(table - drawn)[spans_of_several].max() < 4 * np.sqrt(0.25 / number)
+
+
 def test_one_word_has_one_tree_even_without_a_probability(runs):
     model = lm_pcfg.load(runs / "nonterminals")
     assert model.score(["zebra"]).tolist() == [-np.inf]
@@ -177,13 +194,41 @@ def test_nothing_of_the_process_changes(runs):
             np.random.get_state()[1].sum(),
         )  # fmt: skip
 
+    threads = torch.get_num_threads()
     torch.set_num_threads(2)
     before = state()
     model = lm_pcfg.load(runs / "one")
     model.score(LINES), model.parse(LINES), model.parse(LINES, "viterbi"), model.marginals(LINES)
+    model.sample_trees(LINES, 2), model.symbols(LINES), list(model.draw(3, max_length=5, drawn=Drawn()))
     assert state() == before
     lm_pcfg.load(runs / "one", prepare_cpu=True)
     assert state()[1]  # asked for
+    torch.set_num_threads(threads)
+
+
+def test_mistakes_of_a_caller_are_told(runs):
+    model = lm_pcfg.load(runs / "one")
+    for mistake in (model.score, model.parse, model.marginals, model.symbols):
+        with pytest.raises(TypeError, match="list of lines"):
+            mistake("the cat")
+    with pytest.raises(UserError, match="unknown method"):
+        model.parse(LINES, "vitterbi")
+    with pytest.raises(UserError, match="none of these lines"):
+        model.symbols([""])
+    with pytest.raises(UserError, match="cannot be drawn"):
+        model.sample(-1)
+    with pytest.raises(UserError, match="unknown device"):
+        lm_pcfg.load(runs / "one", device="cpuu")
+    with pytest.raises(UserError, match="unknown weights"):
+        lm_pcfg.load(runs / "one", weights="foo")
+
+
+def test_a_line_of_which_one_vocabulary_makes_nothing_is_left_to_the_others(runs, monkeypatch):
+    model = lm_pcfg.load(runs / "one", runs / "pieces")
+    alone = lm_pcfg.load(runs / "one").parse(LINES[:1])
+    pieces = model.grammars[1].vocabulary
+    monkeypatch.setattr(type(pieces), "tokenise", lambda self, lines: [[] for _ in lines])
+    assert model.parse(LINES[:1]) == alone
 
 
 def test_a_run_is_found_from_anywhere_and_after_a_move(runs, tmp_path, monkeypatch):

@@ -81,6 +81,9 @@ def test_every_command_of_the_readme_runs(command, after_demo):
     if {"train", "lm_pcfg/train.py"} & set(words[:4]) and "--print-config" not in words:
         words += ["training.max_steps=2", "evaluation.batch_cost=100000"]  # the whole training is the demo's
     result = start(words, folder)
+    if words[:2] == ["lm_pcfg", "evaluate"]:  # trees of the demo's model
+        s_f1 = {line[:16].strip(): float(line[16:24]) for line in result.stdout.splitlines()[1:6]}
+        assert s_f1["these trees"] > s_f1["right-branching"] + 10
     if words[0] == "lm_pcfg" and words[1] in ("score", "info"):
         assert result.stdout.strip()
 

@@ -297,3 +297,38 @@ def test_no_derivation_no_long_one_and_what_cannot_be_drawn():
             sample_derivations(grammar, number, seed=0, max_length=max_length)
     with pytest.raises(ValueError, match="no mass"):
         sample_derivations(grammar._replace(left=grammar.left * 0), 10, seed=0, max_length=5)
+
+
+@pytest.mark.parametrize("words", [2, 3, 5])
+def test_where_the_sibling_of_the_last_word_begins(words):
+    """Against the enumeration of trees: the node above the last word."""
+    rules, emissions = random_rules(3, 4, spread=2.0, seed=words), random_emissions(words, 4, seed=words)
+    expected = np.zeros(words - 1)
+    for bracketing in bracketings(0, words):
+        spans = {parent: (left, right) for parent, left, right in bracketing}
+        start = next(parent[0] for parent, (_, right) in spans.items() if right == (words - 1, words))
+        expected[start] += bracketing_probability(rules, emissions, spans, words)
+    (found,) = flash_inside.last_siblings(rules, emissions, [words])
+    np.testing.assert_allclose(found.numpy(), expected / expected.sum(), rtol=1e-9)
+
+
+def bracketing_probability(rules, emissions, spans, words):
+    """Of all labellings of one binary tree."""
+
+    def inside(span):
+        if span[1] - span[0] == 1:
+            return torch.cat((torch.zeros(3, dtype=torch.float64), emissions[span[0]].exp()))
+        left, right = (inside(child) for child in spans[span])
+        return torch.cat(((rules.left @ left) * (rules.right @ right), torch.zeros(4, dtype=torch.float64)))
+
+    return (rules.root @ inside((0, words))[: len(rules.root)]).item()
+
+
+def test_last_siblings_of_several_sentences_are_those_of_each():
+    rules, lengths = random_rules(3, 4, seed=2), [4, 1, 6, 2]
+    emissions = random_emissions(sum(lengths), 4, seed=2)
+    together = flash_inside.last_siblings(rules, emissions, lengths)
+    for words, found in zip(emissions.split(lengths), together, strict=True):
+        torch.testing.assert_close(found, flash_inside.last_siblings(rules, words, [len(words)])[0])
+    impossible = flash_inside.last_siblings(rules, torch.full((3, 4), -math.inf), [3])
+    assert impossible[0].tolist() == [0, 0]

@@ -17,7 +17,7 @@ import lm_pcfg
 from command_line import lm_pcfg as command
 from lm_pcfg.cli import app
 from lm_pcfg.corpus.treebank import read_trees
-from lm_pcfg.inference.sample import Tally
+from lm_pcfg.inference.sample import Drawn
 from lm_pcfg.storage.metrics_file import read_metrics
 from texts import WORDS, write_config
 
@@ -120,7 +120,7 @@ def test_a_line_without_a_tree_is_told(folder, monkeypatch):
     monkeypatch.setattr(Parser, "posteriors", lambda self, lines, statistics=None: [None] * len(lines))
     result = command("parse", "text", cwd=folder)
     assert result.stdout.decode().splitlines() == ["()", "", "(T zebra)", "()"]
-    assert "text, line 1: no tree (probability 0)" in result.stderr.decode()
+    assert "text, line 1: no tree: probability 0" in result.stderr.decode()
 
 
 # ---- evaluate -------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_a_report_beside_baselines(folder):
     model = lm_pcfg.load(folder / "runs/small")
     lines = ["the cat sees a dog", "the old cat runs near", "house sleeps", "zebra"]
     assert report["nll"] == pytest.approx(-model.score(lines).sum(), rel=1e-6)
-    assert report["tokens"] == 5 + 5 + 2 + 1 + 4
+    assert (report["words"], report["lines"], report["tokens"], report["skipped_lines"]) == (13, 4, 17, 0)
     table = ran(folder, "evaluate", "gold.mrg", "--checkpoint", "runs/small")
     for name in ("S-F1", "right-branching", "left-branching", "random", "best binary", "NP", "41 or more"):
         assert name in table
@@ -150,7 +150,8 @@ def test_our_own_trees_as_predictions_score_the_same(folder):
     for name in ("s_f1", "corpus_f1", "by_label", "by_length", "baselines", "sentences"):
         assert theirs[name] == own[name]
     assert "ppl" not in theirs
-    ran(folder, "evaluate", "gold.mrg", "--predicted", "predicted")
+    assert theirs["predicted_file"] == "predicted"
+    assert ran(folder, "evaluate", "gold.mrg", "--predicted", "predicted").splitlines()[1].startswith("predicted ")
 
 
 def test_gold_scored_against_itself_is_perfect(folder):
@@ -164,6 +165,15 @@ def test_gold_scored_against_itself_is_perfect(folder):
 def test_punctuation_by_tags(folder):
     report = json.loads(ran(folder, "evaluate", "gold.mrg", "--punctuation", ".,UH", "--json"))
     assert report["tokens"] == (5 + 7 + 2) + 3  # the brackets of the second sentence stay
+
+
+def test_sentences_without_a_probability_are_counted(folder):
+    report = json.loads(ran(folder, "evaluate", "gold.mrg", "--checkpoint", "runs/nonterminals", "--json"))
+    assert (report["lines"], report["skipped_lines"]) == (3, 1)  # one word
+    assert "without 1 sentences of probability 0" in ran(
+        folder, "evaluate", "gold.mrg", "--checkpoint", "runs/nonterminals"
+    )
+    assert "no word has the tag PENN" in failed(folder, "evaluate", "gold.mrg", "--punctuation", "PENN")
 
 
 def test_what_is_no_tree_is_named_with_its_line(folder):
@@ -207,9 +217,9 @@ def test_what_a_limit_cuts_is_counted(folder):
 
 def test_samples_of_a_mixture_come_from_all(folder):
     model = lm_pcfg.load(folder / "runs/small", folder / "runs/two")
-    tally = Tally()
-    samples = list(model.draw(300, max_length=2, tally=tally))
-    assert (tally.drawn, len(samples)) == (300, 300 - tally.cut)
+    drawn = Drawn()
+    samples = list(model.draw(300, max_length=2, drawn=drawn))
+    assert (drawn.samples, len(samples)) == (300, 300 - drawn.cut)
     pairs = [sample for sample in samples if len(sample.tree.words) == 2]
     sources = [[two_words_log_p(one, pair) == pytest.approx(pair.log_probability, abs=1e-5) for pair in pairs]
                for one in model.grammars]  # fmt: skip
@@ -225,6 +235,19 @@ def two_words_log_p(trained, sample):
     words = emission.log_probabilities(torch.tensor(trained.vocabulary.tokenise([sample.text])[0]))
     first, second = (side[top, len(left) + tag] for side, tag in zip((left, right), tags, strict=True))
     return (root[top] * first * second).log().item() + words[0, tags[0]].item() + words[1, tags[1]].item()
+
+
+def test_every_block_of_lines_has_draws_of_its_own(folder, monkeypatch):
+    monkeypatch.setattr("lm_pcfg.commands.sample.TREES_AT_A_TIME", 20)  # two blocks of ten lines
+    (folder / "same").write_text("the old cat near the house sleeps\n" * 20)
+    drawn = ["sample", "--posterior", "same", "-n", "2", "--checkpoint", "runs/small"]
+    lines = ran(folder, *drawn).splitlines()
+    assert len(lines) == 40
+    assert lines[:20] != lines[20:]
+    objects = ran(
+        folder, "sample", "--posterior", "same", "-n", "2", "--json", "--checkpoint", "runs/small"
+    ).splitlines()
+    assert all(json.loads(line)["log_probability"] < 0 for line in objects)
 
 
 def test_trees_of_given_sentences(folder):
@@ -275,6 +298,16 @@ def test_trees_select_if_asked_to(folder, monkeypatch):
     assert "chosen by trees" in said
     assert [line["valid/s_f1"] for line in lines] == pytest.approx([10, 90, 50])
     assert (folder / "runs/chosen/best").resolve().name == f"step-{lines[1]['step']:08d}"
+
+
+def test_another_way_to_choose_forgets_the_best_so_far(folder):
+    """An S-F1 and a number of impossible sentences cannot be compared."""
+    trained(folder, "changed", "evaluation.select=trees", "training.epochs=2")
+    said, lines = trained(folder, "changed", "training.epochs=4", "resume=auto")
+    assert "chosen by likelihood from now on" in said
+    best = min(lines[2:], key=lambda line: line["valid/ppl"])
+    assert (folder / "runs/changed/best").resolve().name == f"step-{best['step']:08d}"
+    assert "best S-F1" not in said
 
 
 def test_mistakes_in_the_settings_of_trees(folder):

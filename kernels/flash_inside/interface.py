@@ -164,6 +164,19 @@ def sample_trees(
     return sampling.sampled_trees(rules, emissions, lengths, samples, dtype, generator)
 
 
+def last_siblings(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int]) -> list[Tensor]:
+    """Return the posterior of where the sibling of the last word begins: fp64 [l - 1] a sentence, which sums to 1.
+
+    For sentences whose last word is an end marker: without it, the nodes (i, l) and (i, l - 1) are one span, and both
+    are there with this probability. A sentence the grammar cannot generate has zeros.
+    """
+    lengths = _check(rules, emissions, lengths, "fp64", "torch")
+    if rules.per_sentence:
+        parts = enumerate(emissions.split(lengths))
+        return [last_siblings(rules.of_sentence(b), words, [len(words)])[0] for b, words in parts]
+    return sampling.last_siblings(rules, emissions, lengths, torch.float64) if lengths else []
+
+
 def free_memory() -> None:
     """Give back what is kept on GPUs between calls: CUDA graphs and the memory they work in."""
     if graphs := sys.modules.get("flash_inside.triton.graphs"):  # else no call has used any

@@ -14,6 +14,7 @@ values are right for any rules.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,38 @@ def sampled_trees(
     """Return (log p(tree, sentence), tree) of the samples of every sentence, in the caller's order."""
     with torch.no_grad(), matmul_precision("fp32"):
         return SampledTrees(rules, emissions, Layout(lengths), dtype, samples, generator).trees()
+
+
+def last_siblings(rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """Return where the sibling of the last word begins: the posterior of each place, [l - 1] a sentence.
+
+    The last word is the right child of one node, (i, l), and its sibling is (i, l - 1). The outside values of the nodes
+    that end with the sentence follow from each other: o_0 = root, o_k[C] = sum_i<k sum_A o_i[A] eta_ik[A] right[A, C].
+    A sentence that the grammar cannot generate has zeros.
+    """
+    with torch.no_grad(), matmul_precision("fp32"):
+        chart = SampledTrees(rules, emissions, Layout(lengths), dtype, 0, torch.default_generator)
+        layout, n = chart.layout, chart.n
+        right = rules.right[:, :n].to(dtype)
+        results: list[Tensor] = [emissions.new_zeros(max(0, length - 1), dtype=dtype) for length in lengths]
+        for b, sentence in enumerate(layout.order):
+            length = lengths[sentence]
+            outside = [chart.root[:n]]
+            for k in range(1, length - 1):
+                start = np.arange(k)
+                rows = chart._tensor(layout.offset[k - start] + layout.prefix[b] - b * (k - start - 1) + start)
+                above = torch.logsumexp(torch.stack(outside) + chart.children[rows, :n], 0)  # [N]
+                largest = above.max().clamp_min(torch.finfo(dtype).min)
+                outside.append(((above - largest).exp() @ right).log() + largest)
+            if length > 1:
+                start = np.arange(length - 1)
+                width = length - 1 - start
+                rows = chart._tensor(layout.offset[width] + layout.prefix[b] - b * (width - 1) + start)
+                last = chart.children[int(layout.prefix[b]) + length - 1, n:]
+                parts = torch.logsumexp(torch.stack(outside) + chart.children[rows, :n] + last, 1)  # [l - 1]
+                if parts.max() > float("-inf"):  # they sum to p(sentence)
+                    results[sentence] = parts.softmax(0)
+        return results
 
 
 class SampledTrees(LogChart):

@@ -67,7 +67,7 @@ def tables(report: dict[str, Any]) -> list[str]:
         return f"{value:8.2f}" if value is not None else "       -"
 
     lines = [f"{'':<16}    S-F1  corpus F1"]
-    own = "these trees" if "predicted" not in report or isinstance(report["predicted"], int) else "predicted"
+    own = "predicted" if "predicted_file" in report else "these trees"
     rows = [(own, report), *report["baselines"].items()]
     lines += [f"{name:<16}{figure(row['s_f1'])}   {figure(row['corpus_f1'])}" for name, row in rows]
     lines += ["", f"{'label':<16}  recall      spans"]
@@ -81,5 +81,7 @@ def tables(report: dict[str, Any]) -> list[str]:
     lines += ["", f"{report['sentences']:,} sentences compared, {report['skipped']:,} of less than two words left out"]
     if "ppl" in report:
         ppl = f"perplexity {report['ppl']:.2f}, " if report["ppl"] is not None else ""
+        if report["skipped_lines"]:
+            ppl += f"without {report['skipped_lines']:,} sentences of probability 0, "
         lines.append(f"{ppl}{report['unknown_words']:,} unknown words ({100 * report['unknown_share']:.2f} %)")
     return lines

@@ -55,7 +55,10 @@ def parse(
             )  # fmt: skip
             for line in lines:
                 if line.value is not None and not line.value.words:
-                    warnings.add("impossible", f"{name}, line {line.number}: no tree (probability 0)")
+                    warnings.add(
+                        "impossible",
+                        f"{name}, line {line.number}: no tree: probability 0, or words that cannot be told apart",
+                    )
                 yield None if line.skipped == "blank" else line.value or NO_TREE
 
         for part in write_trees(trees(), form, title=name):

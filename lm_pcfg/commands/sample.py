@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lm_pcfg.commands.output import Checkpoints, DeviceOption, WeightsOption
 from lm_pcfg.console import progress, warn
+
+if TYPE_CHECKING:
+    from lm_pcfg.inference.sample import ScoredTree
+
+TREES_AT_A_TIME = 20_000  # that are in memory before they are printed
 
 
 def sample(
@@ -29,32 +35,43 @@ def sample(
     if trees and as_json:
         raise typer.BadParameter("--trees and --json exclude each other: JSON has the trees, too")
     from lm_pcfg import load
+    from lm_pcfg.corpus.text import display_name
     from lm_pcfg.corpus.treebank import bracketed
     from lm_pcfg.inference.drawing import as_json as json_line
-    from lm_pcfg.inference.sample import Tally
+    from lm_pcfg.inference.lines import unit_of
+    from lm_pcfg.inference.sample import Drawn
 
     model = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True)
     if posterior is not None:
         from lm_pcfg.inference.lines import Warnings, count_lines, map_lines
 
+        read = 0
+
+        def drawn_trees(some: list[str], on_lines: Callable[[int], None]) -> list[list[ScoredTree]]:
+            nonlocal read
+            read += len(some)
+            return model.sample_trees(some, number, seed=seed, first_line=read - len(some), on_lines=on_lines)
+
         with progress("lines read", count_lines(posterior)) as bar:
             warnings = Warnings(lambda message: bar.message(f"warning: {message}"))
             lines = map_lines(
-                posterior, model.vocabulary, lambda some, on: model.sample_trees(some, number, seed=seed, on_lines=on),
-                command="sample", max_length=max_length, warnings=warnings, on_lines=lambda lines: bar.advance(lines),
+                posterior, model.vocabulary, drawn_trees, command="sample", max_length=max_length, warnings=warnings,
+                on_lines=lambda lines: bar.advance(lines), at_a_time=max(1, TREES_AT_A_TIME // number),
             )  # fmt: skip
             for line in lines:
                 if line.value == []:
-                    warnings.add("impossible", f"{posterior}, line {line.number}: no tree (probability 0)")
-                for tree in line.value or []:
-                    print(json_line(tree, line.number) if as_json else bracketed(tree))
+                    name = display_name(posterior)
+                    warnings.add("impossible", f"{name}, line {line.number}: no tree (probability 0)")
+                for tree, log_probability in line.value or []:
+                    as_object = json_line(tree, line.number, log_probability=log_probability)
+                    print(as_object if as_json else bracketed(tree))
             warnings.summarise()
         return
-    tally = Tally()
-    for count, one in enumerate(model.draw(number, seed=seed, max_length=max_length, tally=tally), start=1):
+    counts = Drawn()
+    for count, one in enumerate(model.draw(number, seed=seed, max_length=max_length, drawn=counts), start=1):
         if as_json:
             print(json_line(one.tree, count, text=one.text, log_probability=one.log_probability))
         else:
             print(bracketed(one.tree) if trees else one.text)
-    if message := tally.message(max_length):
+    if message := counts.message(max_length, unit_of(model.vocabulary)):
         warn(message)

@@ -88,6 +88,13 @@ class Grammar(NamedTuple):
         return flash_inside.span_marginals(self.rules, emissions, lengths, precision, backend, statistics)
 
     @torch.no_grad()
+    def last_siblings(self, words: Tensor, lengths: list[int]) -> list[Tensor]:
+        """Posterior of where the sibling of the last word begins: see `flash_inside.last_siblings`."""
+        with product_precision("fp32"):
+            emissions = self.emission.log_probabilities(words)
+        return flash_inside.last_siblings(self.rules, emissions, lengths)
+
+    @torch.no_grad()
     def viterbi(
         self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto"
     ) -> list[tuple[float, list[tuple[int, int, int]]]]:

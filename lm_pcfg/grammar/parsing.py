@@ -37,45 +37,69 @@ class Parser(NamedTuple):
         if not hasattr(self.grammar, "span_marginals"):
             raise UserError(f"a {type(self.grammar).__name__} has no trees: parsing needs a model with a grammar")
 
-    def encode(self, lines: Sequence[str]) -> tuple[Tensor, list[int], list[list[int] | None]]:
-        """Return the ids of all lines [sum(lengths)], their lengths, and where the words of each stand."""
-        tokenised = self.vocabulary.tokenise(lines)
-        boundaries = [
-            self.vocabulary.word_boundaries(ids, len(line.split())) for ids, line in zip(tokenised, lines, strict=True)
-        ]
+    def encode(self, lines: Sequence[str]) -> Encoded:
+        """Encode the lines of which the vocabulary makes anything, and find where the words of each stand."""
         end = [] if self.vocabulary.end_id is None else [self.vocabulary.end_id]
-        symbols = [ids + end for ids in tokenised]
-        return torch.tensor([id for ids in symbols for id in ids]), [len(ids) for ids in symbols], boundaries
+        encoded = Encoded([], [], [], [])
+        for number, (ids, line) in enumerate(zip(self.vocabulary.tokenise(lines), lines, strict=True)):
+            boundaries = self.vocabulary.word_boundaries(ids, len(line.split())) if ids else None
+            if boundaries is not None:
+                encoded.lines.append(number)
+                encoded.symbols.extend(ids + end)
+                encoded.lengths.append(len(ids) + len(end))
+                encoded.boundaries.append(boundaries)
+        return encoded
 
     def posteriors(self, lines: Sequence[str], statistics: Statistics | None = None) -> list[Tensor | None]:
-        """Return the posterior of every span of words: a table [words+1, words+1] a line, none of them blank.
+        """Return the posterior of every span of words: a table [words+1, words+1] a line.
 
         None: the model has no tree for this line, or cannot tell its words apart.
         """
-        symbols, lengths, boundaries = self.encode(lines)
+        results: list[Tensor | None] = [None] * len(lines)
+        encoded = self.encode(lines)
+        if not encoded.lines:
+            return results
+        symbols, lengths = torch.tensor(encoded.symbols), encoded.lengths
         tables = self.grammar.span_marginals(
             symbols, lengths, precision=self.precision, backend=self.backend, statistics=statistics
         )
         possible = torch.stack([table[0, -1] for table in tables]).tolist()  # that of the whole line is 1, or 0
-        results: list[Tensor | None] = []
-        for table, own, exists in zip(tables, boundaries, possible, strict=True):
-            if own is not None and len(own) < len(table):  # pieces, or an <eos> that is no word
-                index = torch.tensor(own, device=table.device)
+        ends = self.vocabulary.end_id is not None
+        siblings = self.grammar.last_siblings(symbols, lengths) if ends else [None] * len(tables)
+        for line, table, boundaries, exists, sibling in zip(
+            encoded.lines, tables, encoded.boundaries, possible, siblings, strict=True
+        ):
+            if sibling is not None:  # without <eos>, (i, l) and (i, l + 1) are one span
+                both = sibling.to(table.dtype)
+                table[:-2, -2] += table[:-2, -1] - both
+            if len(boundaries) < len(table):  # pieces, or an <eos> that is no word
+                index = torch.tensor(boundaries, device=table.device)
                 table = table[index[:, None], index]
-            results.append(table if exists and own is not None else None)
+            results[line] = table if exists else None
         return results
 
     def best_trees(self, lines: Sequence[str]) -> list[Tree]:
         """Return Viterbi's tree of every line, with symbols as labels; as `mbr_trees` where there is none."""
-        symbols, lengths, boundaries = self.encode(lines)
-        found = self.grammar.viterbi(symbols, lengths, precision=self.precision, backend=self.backend)
-        n = self.grammar.rules.nonterminals
-        trees = []
-        for line, (_, nodes), own in zip(lines, found, boundaries, strict=True):
-            words = tuple(line.split())
-            tree = labelled_tree(words, nodes, own, n) if nodes and own is not None else NO_TREE
-            trees.append(one_word_tree(words) if not tree.words and len(words) == 1 else tree)
+        trees = [one_word_tree(words) if len(words := tuple(line.split())) == 1 else NO_TREE for line in lines]
+        encoded = self.encode(lines)
+        if encoded.lines:
+            found = self.grammar.viterbi(
+                torch.tensor(encoded.symbols), encoded.lengths, precision=self.precision, backend=self.backend
+            )
+            n = self.grammar.rules.nonterminals
+            for line, boundaries, (_, nodes) in zip(encoded.lines, encoded.boundaries, found, strict=True):
+                if nodes:
+                    trees[line] = labelled_tree(lines[line].split(), nodes, boundaries, n)
         return trees
+
+
+class Encoded(NamedTuple):
+    """Lines as a model sees them. Those that it cannot see, or whose words it cannot tell apart, are left out."""
+
+    lines: list[int]  # their numbers
+    symbols: list[int]  # [sum(lengths)] ids, with `<eos>` where ends are explicit
+    lengths: list[int]
+    boundaries: list[list[int]]  # where the words of each begin and end
 
 
 def symbol_name(symbol: int, nonterminals: int) -> str:

@@ -15,6 +15,7 @@ from html import escape
 from typing import Any, Literal
 
 from lm_pcfg.corpus.treebank import Tree, bracketed
+from lm_pcfg.errors import UserError
 
 Form = Literal["bracket", "text", "json", "spans", "svg", "html"]
 
@@ -23,6 +24,7 @@ NO_LETTERS = "\ufffd"  # for a word of which nothing can be shown
 COLUMN, GAP, MARGIN = 8.4, 14.0, 16.0  # of letters of size 14; between words; around the whole
 LOWEST_LEVEL, HIGHEST_LEVEL, ALL_LEVELS = 14.0, 38.0, 900.0  # of a tree: in a deep one they share ALL_LEVELS
 TAG_TO_WORD = 19.0
+MOST_IN_ONE_PICTURE = 1000
 OPEN_AT_FIRST = 50  # trees of a page whose pictures are shown; the others open with a click
 SVG = "http://www.w3.org/2000/svg"
 PICTURE_STYLE = (
@@ -292,8 +294,11 @@ def page_begin(title: str, style: str = "") -> str:
 
 def svg_stack(trees: Iterable[Tree | None], title: str) -> str:
     """Draw trees below one another in one standalone SVG; None is passed over."""
-    pictures, width, height = [], 0, 0
+    pictures: list[str] = []
+    width = height = 0
     for tree in trees:
+        if len(pictures) == MOST_IN_ONE_PICTURE:
+            raise UserError(f"more than {MOST_IN_ONE_PICTURE:,} trees are too many for one picture; use --format html")
         if tree is not None:
             picture = _picture(tree, None)
             across, down = (int(size) for size in _SIZE.findall(picture)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from lm_pcfg.corpus.span_f1 import SpanReport, SpanScore, baselines
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
 from lm_pcfg.corpus.treebank import PENN_PUNCTUATION, Tree, load_trees, normalised, without
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.likelihood import corpus_score, perplexity
+from lm_pcfg.grammar.likelihood import CorpusScore
 from lm_pcfg.inference.lines import OnLines
 from lm_pcfg.inference.model import Method, Model
 
@@ -45,6 +46,8 @@ def load_gold(
 ) -> GoldTrees:
     """Read a treebank: a file of bracketed trees, '-' (standard input) or embedded:test.trees."""
     removed, whole = punctuation_tags(punctuation), load_trees(source)
+    if punctuation not in ("penn", "keep") and not removed & {tag for tree in whole for tag in tree.tags}:
+        raise UserError(f"{display_name(source)}: no word has the tag {', '.join(sorted(removed))} (--punctuation)")
     compared = [normalised(without(tree, removed), lowercase, fold_numbers) for tree in whole]
     if not any(len(tree.words) > 1 for tree in compared):
         raise UserError(f"{display_name(source)}: no tree of two words or more; is it a file of bracketed trees?")
@@ -70,7 +73,6 @@ def evaluate_model(
     without_tree = sum(1 for tree, line in zip(trees, gold.lines, strict=True) if line and not tree.words)
     if without_tree:
         warn(f"{gold.name}: {without_tree:,} sentences have no tree (probability 0), and F1 0 if they have gold spans")
-    unknown, words = _unknown_words(model, lines)
     return {
         "file": gold.name,
         "checkpoint": " + ".join(str(one.checkpoint) for one in model.grammars),
@@ -78,9 +80,7 @@ def evaluate_model(
         "method": method,
         **report,
         "without_tree": without_tree,
-        **_perplexity(model, lines, warn),
-        "unknown_words": unknown,
-        "unknown_share": unknown / words if words else 0.0,
+        **_likelihood(model, lines, warn),
     }
 
 
@@ -90,7 +90,7 @@ def evaluate_predictions(predicted: str, gold: GoldTrees) -> dict[str, Any]:
     lines = [line for _, line in read_lines(resolve_source(predicted), name=name)]
     return {
         "file": gold.name,
-        "predicted": name,
+        "predicted_file": name,
         **compare(gold, read_predictions(lines, name, gold.whole, gold.removed)),
     }
 
@@ -104,21 +104,27 @@ def compare(gold: GoldTrees, predicted: Sequence[Tree]) -> dict[str, Any]:
     return asdict(report) | {"baselines": {name: asdict(one) for name, one in baselines(gold.compared).items()}}
 
 
-def _unknown_words(model: Model, lines: Sequence[str]) -> tuple[int, int]:
+def _likelihood(model: Model, lines: Sequence[str], warn: Callable[[str], None]) -> dict[str, Any]:
+    """Return the perplexity of the sentences and what it is made of, and the share of unknown words.
+
+    Perplexities are per word, as `ppl_per_word` of `score`, so that models over words and over pieces can be compared.
+    Several vocabularies have no likelihood in common; the unknown words are those of the first.
+    """
     sentences = encode_sentences(enumerate(lines, start=1), model.vocabulary)
-    return sentences.unknown, sentences.words
-
-
-def _perplexity(model: Model, lines: Sequence[str], warn: Callable[[str], None]) -> dict[str, Any]:
-    """Return the perplexity of the sentences, as `score` has it; several vocabularies have none in common."""
+    known = {"unknown_words": sentences.unknown, "unknown_share": sentences.unknown / max(1, sentences.words)}
     if len({one.vocabulary.hash for one in model.grammars}) > 1:
-        warn("the checkpoints have different vocabularies: no perplexity")
-        return {"ppl": None, "nll": None, "tokens": None}
-    sentences = encode_sentences(enumerate(lines, start=1), model.vocabulary)
-    scores = np.asarray(model.score(lines))
-    total = corpus_score(sentences, scores[sentences.line_numbers - 1])
+        warn("the checkpoints have different vocabularies: no perplexity, and the unknown words are those of the first")
+        return dict.fromkeys(("ppl", "ppl_words", "nll", "words", "lines", "tokens", "skipped_lines")) | known
+    scores = model.score(lines)
+    there = np.isfinite(scores)
+    words = sum(len(line.split()) for line, has in zip(lines, there.tolist(), strict=True) if has)
+    total = CorpusScore(-math.fsum(scores[there].tolist()), words, int(there.sum()), impossible=0)
     return {
-        "ppl": perplexity(total.nll / total.tokens) if total.tokens else None,
+        "ppl": total.perplexity if words else None,
+        "ppl_words": total.words_perplexity if words else None,
         "nll": total.nll,
+        "words": words,
+        "lines": total.lines,
         "tokens": total.tokens,
-    }
+        "skipped_lines": sum(1 for line in lines if line) - total.lines,
+    } | known

@@ -59,7 +59,7 @@ class Warnings:
 def map_lines(
     source: str, vocabulary: AnyVocabulary, function: Callable[[list[str], OnLines], Sequence[Value]], *, command: str,
     max_length: int, why_limited: str = "", min_length: int = 1, warnings: Warnings,
-    on_lines: OnLines = lambda lines: None,
+    on_lines: OnLines = lambda lines: None, at_a_time: int | None = None,
 ) -> Iterator[Line[Value]]:  # fmt: skip
     """Yield every line of the source ('-' is standard input) with the value that the function computes for it.
 
@@ -68,6 +68,7 @@ def map_lines(
     command      names the caller in messages
     max_length   in words or pieces; longer lines are skipped with a warning, blank lines without
     why_limited  what the warning says of this limit
+    at_a_time    lines of a block
     min_length   in symbols that the model sees, so with `<eos>` if ends are explicit; shorter lines are skipped, too
     """
     name, unit, limits = display_name(source), unit_of(vocabulary), Limits(max_length, min_length)
@@ -78,7 +79,7 @@ def map_lines(
         problem = f"{name}: {command} reads text, one sentence a line"
         raise UserError(f"{problem}; take the sentences out of their field first")
     numbered = read_lines(resolve_source(source), name=name)
-    while block := list(islice(numbered, LINES_AT_A_TIME)):
+    while block := list(islice(numbered, at_a_time or LINES_AT_A_TIME)):
         lengths = np.array([len(ids) for ids in vocabulary.tokenise([text for _, text in block])])
         verdicts = limits.judge(lengths, ends=vocabulary.end_id is not None).tolist()
         reasons = [REASONS[verdict] for verdict in verdicts]
@@ -103,7 +104,10 @@ def unit_of(vocabulary: AnyVocabulary) -> str:
 def count_lines(source: str) -> int | None:
     """The number of lines, for a progress bar; None where it is not known before reading."""
     path = Path(source)
-    if not path.is_file() or path.suffix.lower() in (".gz", ".zst"):
-        return None
-    with path.open("rb") as handle:
-        return sum(block.count(b"\n") for block in iter(lambda: handle.read(1 << 20), b""))
+    try:
+        if not path.is_file() or path.suffix.lower() in (".gz", ".zst"):
+            return None
+        with path.open("rb") as handle:
+            return sum(block.count(b"\n") for block in iter(lambda: handle.read(1 << 20), b""))
+    except (OSError, ValueError):
+        return None  # who reads it says why it cannot be read

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.distributed.collectives import prepare_cpu
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.parsing import NO_TREE, Parser, as_array, mbr_trees, mean_posteriors
-from lm_pcfg.inference.lines import OnLines
-from lm_pcfg.inference.sample import Sample, Tally, draw_samples, posterior_trees
+from lm_pcfg.inference.lines import OnLines, unit_of
+from lm_pcfg.inference.sample import Drawn, Sample, ScoredTree, draw_samples, posterior_trees
 from lm_pcfg.inference.score import BATCH_COST, check_mixture, mixture_log_probabilities
 from lm_pcfg.inference.symbols import SymbolTable, symbols_of
 from lm_pcfg.inference.trained import TrainedGrammar, Weights, load_trained
@@ -70,6 +70,7 @@ class Model:
         -inf: the grammar cannot generate it; NaN: the line is blank. on_lines is called with the number of lines
         whenever some are done.
         """
+        _check_lines(lines)
         check_mixture(self.grammars)
         scores = np.full(len(lines), math.nan)
         there = [number for number, line in enumerate(lines) if line.split()]
@@ -96,6 +97,9 @@ class Model:
         A line of one word has a tree of one word. A line that no grammar can generate, or a blank one, has a tree
         without words.
         """
+        _check_lines(lines)
+        if method not in get_args(Method):
+            raise UserError(f"unknown method {method!r}: use {' or '.join(get_args(Method))}")
         trees = [NO_TREE] * len(lines)
         parsers = self._parsers()
         if method == "viterbi" and len(parsers) > 1:
@@ -118,6 +122,7 @@ class Model:
         Entry (i, j), i < j, is of the words i..j-1. Several grammars: the mean over those that have a tree. All zeros:
         none has one.
         """
+        _check_lines(lines)
         tables = [np.zeros((1, 1))] * len(lines)
         parsers = self._parsers()
         for indices in self._batches(lines):
@@ -136,25 +141,31 @@ class Model:
         Samples of more than max_length words are cut. The list is shorter by their number, and a warning says so: what
         is left is a sample of shorter sentences only.
         """
-        tally = Tally()
-        samples = list(self.draw(number, seed=seed, max_length=max_length, tally=tally))
-        if message := tally.message(max_length):
+        drawn = Drawn()
+        samples = list(self.draw(number, seed=seed, max_length=max_length, drawn=drawn))
+        if message := drawn.message(max_length, unit_of(self.vocabulary)):
             warnings.warn(message, stacklevel=2)
         return samples
 
-    def draw(self, number: int, *, seed: int = 0, max_length: int = 250, tally: Tally) -> Iterator[Sample]:
-        """Do as `sample`, one after the other, and count in `tally` instead of warning."""
-        return draw_samples(self.grammars, number, seed=seed, max_length=max_length, tally=tally)
+    def draw(self, number: int, *, seed: int = 0, max_length: int = 250, drawn: Drawn) -> Iterator[Sample]:
+        """Do as `sample`, one after the other, and count in `drawn` instead of warning."""
+        return draw_samples(self.grammars, number, seed=seed, max_length=max_length, drawn=drawn)
 
     def sample_trees(
-        self, lines: Sequence[str], number: int, *, seed: int = 0, on_lines: OnLines = lambda lines: None
-    ) -> list[list[Tree]]:
-        """Draw so many trees of every line from p(tree | line), with symbols as labels; none for a line without one."""
+        self, lines: Sequence[str], number: int, *, seed: int = 0, first_line: int = 0,
+        on_lines: OnLines = lambda lines: None,
+    ) -> list[list[ScoredTree]]:  # fmt: skip
+        """Draw so many trees of every line from p(tree | line), with symbols as labels; none for a line without one.
+
+        first_line: of a longer text, where these lines begin in it, so that each part has draws of its own.
+        """
+        _check_lines(lines)
         if len(self.grammars) > 1:
             raise UserError("trees of given sentences are drawn from one grammar: give one checkpoint")
-        trees: list[list[Tree]] = [[] for _ in lines]
-        for batch, indices in enumerate(self._batches(lines)):
-            generator = torch.Generator().manual_seed(int(np.random.SeedSequence([seed, batch]).generate_state(1)[0]))
+        trees: list[list[ScoredTree]] = [[] for _ in lines]
+        for indices in self._batches(lines, trees_each=number):
+            state = np.random.SeedSequence([seed, first_line + indices[0]]).generate_state(1, np.uint64)
+            generator = torch.Generator().manual_seed(int(state[0]) >> 1)
             found = posterior_trees(self.grammars[0], [lines[index] for index in indices], number, generator)
             for index, some in zip(indices, found, strict=True):
                 trees[index] = some
@@ -172,15 +183,20 @@ class Model:
         first = self.grammars[0]
         text = None
         if lines is not None:
+            _check_lines(lines)
             text = encode_sentences(enumerate(lines, start=1), first.vocabulary, Limits(None, first.fewest_symbols))
+            if not len(text):
+                raise UserError("none of these lines has a tree: give lines of words")
         return symbols_of(first, text, most=most, listed=listed)
 
     # ---- limits and batches -----------------------------------------------------------------------------------------
 
     def longest_line(self) -> int:
         """Return how many words (or pieces) a line may have so that its chart fits into the memory of the device."""
+        self._parsers()
         n = max(one.grammar.rules.nonterminals for one in self.grammars)
-        row = 4 * 5 * n + 100  # bytes: eta, zeta, beta, the derivatives of the first two, in fp32; scales
+        number = 8 if self.precision == "fp64" else 4
+        row = number * 5 * n + 100  # bytes: eta, zeta, beta, the derivatives of the first two; scales
         spans = 0.8 * memory_of(self.grammars[0].grammar.root.device) / row
         return max(1, int(math.sqrt(2 * spans)))
 
@@ -190,9 +206,18 @@ class Model:
             parser.check()
         return parsers
 
-    def _batches(self, lines: Sequence[str]) -> Iterator[list[int]]:
+    def _batches(self, lines: Sequence[str], trees_each: int = 1) -> Iterator[list[int]]:
         """Yield the indices of lines of similar length that are computed together; blank lines are in none."""
-        lengths = np.array([len(ids) for ids in self.vocabulary.tokenise(lines)], dtype=np.int64)
-        there = np.flatnonzero(lengths)
-        for batch in plan_batches(lengths[there], BatchOptions(by="cost", cost=self.batch_cost)):
+        there = np.array([number for number, line in enumerate(lines) if line.split()], dtype=np.int64)
+        some = [lines[number] for number in there]
+        lengths = [[len(ids) for ids in one.vocabulary.tokenise(some)] for one in self.grammars]
+        longest = np.max(np.array(lengths, dtype=np.int64).reshape(len(lengths), -1), axis=0, initial=1)
+        cost = max(1, self.batch_cost // max(1, trees_each // 8))
+        for batch in plan_batches(longest, BatchOptions(by="cost", cost=cost)):
             yield there[batch].tolist()
+
+
+def _check_lines(lines: Sequence[str]) -> None:
+    """A string is a sequence of strings, too: its characters, which nobody means."""
+    if isinstance(lines, str):
+        raise TypeError("give a list of lines, not one string")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,21 +29,28 @@ class Sample:
     log_probability: float  # natural, of the derivation: that of the sentence is larger
 
 
+class ScoredTree(NamedTuple):
+    """A tree of a given line, drawn from p(tree | line)."""
+
+    tree: Tree
+    log_probability: float  # natural, of the tree and its words together
+
+
 @dataclass
-class Tally:
+class Drawn:
     """How many samples were drawn, and why some of them are no sentences."""
 
-    drawn: int = 0
+    samples: int = 0
     cut: int = 0  # they would have had more words than allowed
     without_end: int = 0  # explicit ends: `<eos>` was not at the end, or not only there
 
-    def message(self, max_length: int) -> str:
+    def message(self, max_length: int, unit: str) -> str:
         """Say what is missing from the samples, so that nobody takes them for all; "" if nothing is."""
         parts = []
         if self.cut:
-            parts.append(f"{self.cut:,} of {self.drawn:,} samples have more than {max_length:,} words")
+            parts.append(f"{self.cut:,} of {self.samples:,} samples have more than {max_length:,} {unit}")
         if self.without_end:
-            parts.append(f"{self.without_end:,} of {self.drawn:,} do not end in a single <eos>")
+            parts.append(f"{self.without_end:,} of {self.samples:,} do not end in a single <eos>")
         return (
             f"{' and '.join(parts)}: they are left out, so the others are no fair sample of the grammar"
             if parts
@@ -51,9 +59,11 @@ class Tally:
 
 
 def draw_samples(
-    mixture: Sequence[TrainedGrammar], number: int, *, seed: int, max_length: int, tally: Tally
+    mixture: Sequence[TrainedGrammar], number: int, *, seed: int, max_length: int, drawn: Drawn
 ) -> Iterator[Sample]:
-    """Yield samples of the even mixture of some grammars; those left out are counted in `tally`."""
+    """Yield samples of the even mixture of some grammars; those left out are counted in `drawn`."""
+    if number < 0 or max_length < 1 or seed < 0:
+        raise UserError(f"{number} samples of at most {max_length} words with seed {seed} cannot be drawn")
     for one in mixture:
         if not isinstance(one.grammar, Grammar):
             raise UserError(f"{one.checkpoint}: a model of family {one.settings.model.family} cannot be sampled")
@@ -66,11 +76,11 @@ def draw_samples(
             made.append(iter(sample_derivations(one.grammar, own, seed=_seed(seed, block, place), max_length=most)))
         for place in chosen.tolist():
             derivation = next(made[place])
-            tally.drawn += 1
-            tally.cut += derivation.cut
+            drawn.samples += 1
+            drawn.cut += derivation.cut
             if not derivation.cut:
                 sample = _sample(mixture[place], derivation)
-                tally.without_end += sample is None
+                drawn.without_end += sample is None
                 if sample is not None:
                     yield sample
 
@@ -94,14 +104,16 @@ def _sample(trained: TrainedGrammar, derivation: Derivation) -> Sample | None:
 
 def posterior_trees(
     trained: TrainedGrammar, lines: Sequence[str], number: int, generator: torch.Generator
-) -> list[list[Tree]]:
+) -> list[list[ScoredTree]]:
     """Draw trees of every line from p(tree | line); none where it has none."""
     parser = Parser(trained.grammar, trained.vocabulary)
     parser.check()
-    symbols, lengths, boundaries = parser.encode(lines)
-    found = trained.grammar.sample_trees(symbols, lengths, number, generator)
-    n = trained.grammar.rules.nonterminals
-    return [
-        [labelled_tree(line.split(), nodes, own, n) for _, nodes in trees] if own is not None else []
-        for line, trees, own in zip(lines, found, boundaries, strict=True)
-    ]
+    results: list[list[ScoredTree]] = [[] for _ in lines]
+    encoded = parser.encode(lines)
+    if encoded.lines:
+        found = trained.grammar.sample_trees(torch.tensor(encoded.symbols), encoded.lengths, number, generator)
+        n = trained.grammar.rules.nonterminals
+        for line, boundaries, trees in zip(encoded.lines, encoded.boundaries, found, strict=True):
+            words = lines[line].split()
+            results[line] = [ScoredTree(labelled_tree(words, nodes, boundaries, n), score) for score, nodes in trees]
+    return results

@@ -73,9 +73,9 @@ def mixture_log_probabilities(
     parts = [
         sentence_log_probabilities(
             one.grammar, sentences, batch_cost=batch_cost, precision=precision, backend=backend, statistics=statistics,
-            on_batch=on_lines if one is mixture[-1] else lambda lines: None,  # done when the last grammar has them
+            on_batch=on_lines if last else lambda lines: None,  # done when the last grammar has them
         )
-        for one in mixture
+        for one, last in zip(mixture, [*[False] * (len(mixture) - 1), True], strict=True)
     ]  # fmt: skip
     return np.logaddexp.reduce(parts) - math.log(len(mixture))  # of the mean probability
 

@@ -56,7 +56,8 @@ def _sections(table: SymbolTable) -> list[_Section]:
 
 def _about(table: SymbolTable) -> str:
     if table.text is None:
-        return "Uses: how often a symbol is expected in one derivation of the grammar."
+        which = "of those derivations that end: the others grow without end" if table.ending else "of the grammar"
+        return f"Uses: how often a symbol is expected in one derivation {which}."
     without = f", without {table.impossible:,} that have no tree" if table.impossible else ""
     return (
         f"Uses: how often a symbol is expected in the trees of {shown(table.text)} "

@@ -31,6 +31,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import analysis
 from lm_pcfg.grammar.emission import Emission
 from lm_pcfg.grammar.grammar import Grammar
+from lm_pcfg.grammar.parsing import symbol_name
 from lm_pcfg.inference.trained import TrainedGrammar
 
 ROWS = 512  # of symbols whose words or children are looked at together
@@ -83,6 +84,7 @@ class SymbolTable:
     """The most used symbols, and how many there are."""
 
     text: str | None  # the name of the text whose trees were looked at; None: derivations of the grammar
+    ending: bool  # uses are those of the derivations that end, since others grow without end
     sentences: int  # of the text, without impossible ones
     words: int  # likewise, with <eos> if ends are explicit
     impossible: int  # sentences of the text that have no tree
@@ -162,11 +164,11 @@ def symbols(
     """
     with torch.no_grad():
         rules, emission = grammar.rules, grammar.emission
-        n, of_text = rules.nonterminals, None
+        n, of_text, ending = rules.nonterminals, None, False
         if text is None:
             uses = analysis.expected_uses(rules)
             if uses.isinf().any():  # derivations grow without end: look at those that do not
-                uses = analysis.expected_uses(analysis.conditioned_on_ending(rules))
+                uses, ending = analysis.expected_uses(analysis.conditioned_on_ending(rules)), True
         else:
             with torch.enable_grad():
                 of_text = uses_in_text(
@@ -184,6 +186,7 @@ def symbols(
         lower = _first(uses[n:], listed)
         return SymbolTable(
             text=None if of_text is None else name,
+            ending=ending,
             sentences=of_text.sentences if of_text else 0,
             words=of_text.words if of_text else 0,
             impossible=of_text.impossible if of_text else 0,
@@ -236,10 +239,8 @@ def _kind(uses: Tensor) -> Kind:
 
 
 def _nonterminals(rules: Rules, uses: Tensor, chosen: Tensor, most: int) -> list[Nonterminal]:
-    n = rules.nonterminals
-
     def name(symbol: int) -> str:
-        return f"N{symbol}" if symbol < n else f"P{symbol - n}"
+        return symbol_name(symbol, rules.nonterminals)
 
     found = []
     for part in chosen.split(ROWS):

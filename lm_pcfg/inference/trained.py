@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -44,6 +44,10 @@ def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = 
     It changes no setting of the process: a command calls `prepare_cpu` itself.
     """
     run_folder, folder = checkpoint.resolve_checkpoint(path)
+    if weights not in get_args(Weights):
+        raise UserError(f"unknown weights {weights!r}: use {', '.join(get_args(Weights))}")
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"unknown device {device!r}: use auto, cpu or cuda")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
@@ -84,6 +88,7 @@ def describe(trained: TrainedGrammar) -> dict[str, Any]:
         "epoch": state["epoch"],
         "best_validation_ppl": perplexity(best) if best is not None else None,
         "best_step": state.get("best_step"),
+        "best_validation_s_f1": state.get("best_s_f1"),
         "vocabulary": len(trained.vocabulary),
         "vocabulary_hash": trained.vocabulary.hash,
         "parameters": trained.parameters,

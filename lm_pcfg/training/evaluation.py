@@ -6,6 +6,7 @@ Processes share the work; the result is the same, bit for bit.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +40,9 @@ class TreeScore:
     recall: dict[str, float]  # of the most frequent labels
 
     def metrics(self) -> dict[str, float]:
-        return {"valid/s_f1": self.s_f1, **{f"valid/recall_{label}": value for label, value in self.recall.items()}}
+        # MLflow refuses other letters than these in a name.
+        names = {label: re.sub(r"[^A-Za-z0-9_.-]", "_", label) for label in self.recall}
+        return {"valid/s_f1": self.s_f1} | {f"valid/recall_{names[k]}": value for k, value in self.recall.items()}
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ def evaluate(
             if trees:
                 parser = Parser(grammar, corpora.vocabulary, settings.evaluation.precision, settings.inside.backend)
                 own_trees = compared_trees(
-                    parser, trees, labels, batch_cost=settings.evaluation.batch_cost, on_batch=check,
+                    parser, trees, labels, batch_cost=settings.evaluation.batch_cost, statistics=statistics,
+                    on_batch=check,
                     rank=processes.rank, world_size=processes.world_size,
                 )  # fmt: skip
         except _Interrupted:
@@ -153,7 +157,8 @@ def frequent_labels(trees: Sequence[Tree]) -> dict[str, int]:
 
 def compared_trees(
     parser: Parser, trees: Sequence[Tree], labels: Iterable[str], *, batch_cost: int,
-    on_batch: Callable[[int], None] = lambda lines: None, rank: int = 0, world_size: int = 1,
+    statistics: Statistics | None = None, on_batch: Callable[[int], None] = lambda lines: None, rank: int = 0,
+    world_size: int = 1,
 ) -> np.ndarray:  # fmt: skip
     """Return the F1 of the MBR tree of every sentence, and behind them how many gold spans of each label it has.
 
@@ -165,7 +170,7 @@ def compared_trees(
     lengths = np.array([len(ids) for ids in parser.vocabulary.tokenise(lines)])
     for indices in plan_batches(lengths, BatchOptions(by="cost", cost=batch_cost))[rank::world_size]:
         some = [lines[index] for index in indices]
-        for index, tree in zip(indices, mbr_trees(some, parser.posteriors(some)), strict=True):
+        for index, tree in zip(indices, mbr_trees(some, parser.posteriors(some, statistics)), strict=True):
             spans = {(first, end) for first, end, _ in tree.nodes}
             f1[index] = sentence_f1(trees[index], spans)
             for span, label in labelled_spans(trees[index]):

@@ -73,6 +73,11 @@ def restore(steps: Steps, source: Path, *, same_run: bool) -> None:
     engine, vocabulary = steps.engine, steps.corpora.vocabulary
     loaded = engine.on_all(lambda: load_fitting(source, steps.skeleton, vocabulary.hash, engine.device))
     steps.restore(loaded)
+    select, position = steps.settings.evaluation.select, steps.position
+    if same_run and position.best_step is not None and (select == "trees") != (position.best_s_f1 is not None):
+        position.forget_best()  # the two ways to choose cannot be compared
+        if engine.is_main:
+            warn(f"the best checkpoint is chosen by {select} from now on: the best so far is forgotten")
     if same_run:
         engine.on_main(lambda: checkpoint.repair_best(checkpoint.run_folder_of(source), steps.position.best_step))
     else:
@@ -160,7 +165,10 @@ class Trainer:
         self._report_skipped(bar)
         best = ""
         if position.best_nll is not None:
-            best = f", best validation perplexity {perplexity(position.best_nll):.3f} at step {position.best_step}"
+            ppl, trees = perplexity(position.best_nll), position.best_s_f1
+            best = f", best validation perplexity {ppl:.3f} at step {position.best_step}"
+            if trees is not None:
+                best = f", best S-F1 {trees:.2f} at step {position.best_step} (validation perplexity {ppl:.3f})"
         if position.evaluation_pending:  # the stop came at the very last step
             return False, f"stopped by {stop.received or 'another process'} before the last evaluation"
         why = "no improvement" if self._out_of_patience() else "finished"

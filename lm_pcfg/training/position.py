@@ -31,6 +31,7 @@ class Position:
     best_nll: float | None = None  # per token, of the validation text
     best_impossible: int = 0  # sentences of it with probability 0, which are in no sum
     best_step: int | None = None
+    best_s_f1: float | None = None  # of gold trees, where they decide
     evaluation_pending: bool = False  # due after this step and not done yet
     evaluations_since_best: int = 0
     skipped: int = 0
@@ -57,6 +58,7 @@ class Position:
             self.ranking = sorted([*self.ranking, [first, nll, self.step]])[:_RANKED]
         if improved:
             self.best_nll, self.best_impossible, self.best_step = nll, impossible, self.step
+            self.best_s_f1 = s_f1
             self.evaluations_since_best = 0
         else:
             self.evaluations_since_best += 1
@@ -64,7 +66,7 @@ class Position:
 
     def forget_best(self) -> None:
         self.best_nll, self.best_impossible, self.best_step, self.evaluations_since_best = None, 0, None, 0
-        self.ranking = []
+        self.best_s_f1, self.ranking = None, []
 
     def best_steps(self, count: int) -> list[int]:
         """Return the steps of the best evaluations, best first."""
