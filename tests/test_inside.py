@@ -148,15 +148,20 @@ def test_an_empty_batch_is_connected_to_the_graph():
 
 
 def test_bf16_begins_above_256_nonterminals_for_rules_and_chart_alike():
-    """Up to there a chart is fp32, and rules rounded to bf16 would lose what it could use. 17 words are not short."""
+    """Up to there a chart is fp32, and rules rounded to bf16 would lose what it could use."""
     assert [flash_inside.rules_type("bf16", n) for n in (1, 256, 257)] == [None, None, torch.bfloat16]
     assert {flash_inside.rules_type(precision, 4096) for precision in ("fp64", "fp32", "tf32")} == {None}
-    equal = []
-    for n in (256, 257):
-        rules, emissions = random_rules(n, 3, dtype=torch.float32), random_emissions(17, 3, dtype=torch.float32)
-        bf16, fp32 = (flash_inside.inside(rules, emissions, [17], precision) for precision in ("bf16", "fp32"))
-        equal.append(torch.equal(bf16, fp32))
-    assert equal == [True, False]
+    assert [in_bf16_as_in_fp32(n, 17) for n in (256, 257)] == [True, False]
+
+
+def test_a_chart_of_bf16_begins_above_16_words():
+    assert [in_bf16_as_in_fp32(257, words) for words in (16, 17)] == [True, False]
+
+
+def in_bf16_as_in_fp32(n, words):
+    rules, emissions = random_rules(n, 3, dtype=torch.float32), random_emissions(words, 3, dtype=torch.float32)
+    bf16, fp32 = (flash_inside.inside(rules, emissions, [words], precision) for precision in ("bf16", "fp32"))
+    return torch.equal(bf16, fp32)
 
 
 def test_the_type_of_the_result_follows_the_precision():
