@@ -46,7 +46,7 @@ SESSION = "session.sqlite"
 
 #: The tests of each module, quick ones first: the first that fails ends a run. Modules that need a GPU are not here.
 STREAMS = "batches shard_stream text shards prepare"
-STORAGE = "durability checkpoint checkpoint_choice checkpoint_optimizer metrics_file saving training"
+STORAGE = "durability checkpoint checkpoint_choice checkpoint_optimizer metrics_file saving engine_choice training"
 MODULES = {
     "kernels/flash_inside/interface.py": "inside viterbi mbr sampling range",
     "kernels/flash_inside/mbr.py": "mbr",
@@ -66,6 +66,11 @@ MODULES = {
     "lm_pcfg/distributed/learner.py": "training zero",
     "lm_pcfg/distributed/zero.py": "zero engine_choice",
     **{f"lm_pcfg/storage/{path.name}": STORAGE for path in (ROOT / "lm_pcfg" / "storage").glob("[a-z]*.py")},
+    "lm_pcfg/storage/checkpoint.py": "durability checkpoint checkpoint_choice checkpoint_optimizer saving",
+    "lm_pcfg/storage/durable.py": "durability checkpoint metrics_file vocabulary",
+    "lm_pcfg/storage/metrics_file.py": "metrics_file saving training",
+    "lm_pcfg/storage/run_folder.py": "engine_choice checkpoint_choice training",
+    "lm_pcfg/storage/saving.py": "saving training",
 }
 
 #: Of all pairs of operators those that a person could have confused. Most others are a TypeError at once.
