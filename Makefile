@@ -4,9 +4,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 JOBS ?= 2
 LONG_JOBS ?= 3
-PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
-
 SAMPLE ?= 60
+PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
 
 .PHONY: demo install-dev test test-long test-kernels test-all fuzz slurm chaos mutants style types lint clean bench-data
 
@@ -58,9 +57,9 @@ chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m chaos
 
 # Mutants of the dynamic programmes, streams, storage and learners, and which of them no test notices: tests/mutants.py.
-# An hour or so for 60 on 2 cores; interrupted, it goes on. Cosmic Ray has many dependencies, so it is installed here only.
+# An hour or so for 60 on 2 cores; interrupted, it goes on.
 mutants: $(VENV)/.installed-dev
-	$(BIN)/pip install --quiet "cosmic-ray>=8.7,<9"
+	$(BIN)/pip install --quiet --editable ".[dev,mutants]"
 	$(BIN)/python tests/mutants.py --sample $(SAMPLE) --jobs $(JOBS)
 
 style: $(VENV)/.installed-dev
