@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import stat
@@ -101,3 +103,15 @@ def test_a_replaced_folder_of_a_dead_process_does_not_return_beside_its_successo
     durable.remove_leftovers(new.parent)
     assert sorted(path.name for path in new.parent.iterdir()) == [old.name, new.name]
     assert checkpoint.verify(new)["value"] == 2.0
+
+
+def test_whole_files_that_hold_no_tensors_are_named(tmp_path):
+    """Their hashes are right, so only opening them can tell."""
+    folder = save(tmp_path, 1)
+    (folder / checkpoint.MODEL).write_bytes(b"no tensors")
+    state = json.loads((folder / checkpoint.STATE).read_bytes())
+    state["files"][checkpoint.MODEL] = {"sha256": hashlib.sha256(b"no tensors").hexdigest(), "size": 10}
+    (folder / checkpoint.STATE).write_bytes(checkpoint._state_bytes(state))
+    checkpoint.verify(folder)
+    with pytest.raises(checkpoint.CheckpointError, match=rf"{folder.name}/{checkpoint.MODEL} cannot be read: "):
+        checkpoint.load(folder, with_optimizer=False)
