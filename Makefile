@@ -4,9 +4,10 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 JOBS ?= 2
 LONG_JOBS ?= 3
+SAMPLE ?= 60
 PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
 
-.PHONY: demo install-dev test test-long test-kernels test-all fuzz slurm chaos style types lint clean bench-data
+.PHONY: demo install-dev test test-long test-kernels test-all fuzz slurm chaos mutants style types lint clean bench-data
 
 # The stamps say what is installed; it is done anew when the dependencies change.
 $(VENV)/.installed: pyproject.toml
@@ -54,6 +55,12 @@ chaos: $(VENV)/.installed-dev
 	$(BIN)/python tests/chaos.py --kills 25
 	$(BIN)/python tests/chaos.py --kills 25 --zero-stage 2
 	$(BIN)/python -m pytest -m chaos
+
+# Mutants of the dynamic programmes, streams, storage and learners, and which of them no test notices: tests/mutants.py.
+# An hour or so for 60 on 2 cores; interrupted, it goes on.
+mutants: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --editable ".[dev,mutants]"
+	$(BIN)/python tests/mutants.py --sample $(SAMPLE) --jobs $(JOBS)
 
 style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

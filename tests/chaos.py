@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+import watchdog
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import read_metrics
 from processes import alive, kill, launch_command, launched, wait_until, workers
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3))
     options = parser.parse_args()
+    watchdog.start()
     with tempfile.TemporaryDirectory() as folder:
         chaos = Chaos(Path(folder), seed=options.seed, ranks=options.ranks, zero_stage=options.zero_stage)
         whole = chaos.undisturbed()

@@ -10,6 +10,10 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import watchdog
+
+watchdog.start()
+
 # Each process of pytest-xdist has a core to itself. Read when PyTorch is imported, which nothing here does.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flash_inside
-from flash_inside import Rules
+from flash_inside import Rules, reference
 from flash_inside.packing import Layout
 from grammars import enumerate_trees, random_emissions, random_rules
 
@@ -145,6 +145,37 @@ def test_an_empty_batch_is_connected_to_the_graph():
     assert log_z.shape == (0,)
     log_z.sum().backward()
     assert emissions.grad is not None
+
+
+@pytest.mark.parametrize("largest_block", [1, 50])
+def test_the_reference_does_not_depend_on_the_size_of_a_block(largest_block, monkeypatch):
+    def log_z_and_gradients():
+        rules, words = random_rules(3, 4), random_emissions(9, 4)
+        inputs = [tensor.requires_grad_() for tensor in (*rules, words)]
+        log_z = flash_inside.inside(Rules(*inputs[:3]), inputs[3], [4, 5], "fp64", "reference")
+        return log_z.detach(), *torch.autograd.grad(log_z.sum(), inputs)
+
+    whole = log_z_and_gradients()
+    monkeypatch.setattr(reference._LogMatmul, "LARGEST_BLOCK", largest_block)
+    for one, other in zip(whole, log_z_and_gradients(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_bf16_begins_above_256_nonterminals_for_rules_and_chart_alike():
+    """Up to there a chart is fp32, and rules rounded to bf16 would lose what it could use."""
+    assert [flash_inside.rules_type("bf16", n) for n in (1, 256, 257)] == [None, None, torch.bfloat16]
+    assert {flash_inside.rules_type(precision, 4096) for precision in ("fp64", "fp32", "tf32")} == {None}
+    assert [in_bf16_as_in_fp32(n, 17) for n in (256, 257)] == [True, False]
+
+
+def test_a_chart_of_bf16_begins_above_16_words():
+    assert [in_bf16_as_in_fp32(257, words) for words in (16, 17)] == [True, False]
+
+
+def in_bf16_as_in_fp32(n, words):
+    rules, emissions = random_rules(n, 3, dtype=torch.float32), random_emissions(words, 3, dtype=torch.float32)
+    bf16, fp32 = (flash_inside.inside(rules, emissions, [words], precision) for precision in ("bf16", "fp32"))
+    return torch.equal(bf16, fp32)
 
 
 def test_the_type_of_the_result_follows_the_precision():

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lm_pcfg.corpus.batches import Batch
 from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.distributed.learner import Learner
 from lm_pcfg.grammar.grammar import Grammar
+from lm_pcfg.settings import EvaluationSection
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import read_metrics
@@ -351,14 +353,14 @@ def test_the_last_steps_are_in_the_metrics_without_an_evaluation_too(tmp_path):
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [2, 4, 5]
 
 
-def break_steps(monkeypatch, broken) -> None:
-    """Make the log-likelihood of some calls (counted from 0) NaN, in training alone."""
+def break_steps(monkeypatch, broken, spoil=lambda log_z: log_z * math.nan) -> None:
+    """Spoil the log-likelihood of some calls (counted from 0), in training alone: NaN, and so are its gradients."""
     original, calls = Grammar.log_likelihood_unchecked, []
 
     def log_likelihood(self, *arguments, **options):
         result, trusted = original(self, *arguments, **options)
         calls.append(None)
-        return result * math.nan if broken(len(calls) - 1) else result, trusted
+        return spoil(result) if broken(len(calls) - 1) else result, trusted
 
     monkeypatch.setattr(Grammar, "log_likelihood_unchecked", log_likelihood)
 
@@ -375,6 +377,21 @@ def test_a_non_finite_update_is_skipped_counted_and_reported(tmp_path, monkeypat
     assert told.count("not finite, update skipped") == 2
     assert "step 3: " in told
     assert "step 6: " in told
+
+
+def test_an_infinite_loss_with_finite_gradients_is_no_update(tmp_path, monkeypatch, reading):
+    break_steps(monkeypatch, lambda call: call == 1, lambda log_z: log_z - math.inf)
+    settings = load_settings(write_config(tmp_path))
+    made = steps.Steps(settings, Engine(settings))
+    weights = []
+    for _ in range(3):
+        made.step(made.stream.next_step())
+        made.finish_update()
+        weights.append({name: tensor.clone() for name, tensor in made.learner.local_weights().items()})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
+    assert (made.position.skipped, made.position.skipped_in_a_row) == (1, 0)
+    assert math.isfinite(made.position.window.nll)
 
 
 def test_too_many_in_a_row_stop_the_run_and_leave_the_last_good_checkpoint(tmp_path, monkeypatch, reading):
@@ -437,6 +454,20 @@ def evaluated_steps(folder: Path) -> list[int]:
 )
 def test_evaluations_happen_when_asked_for(tmp_path, overrides, steps):
     assert evaluated_steps(run(tmp_path, "optimizer.learning_rate=1e-4", *overrides)) == steps
+
+
+@pytest.mark.parametrize(("batches", "due_every"), [(10, 1), (20, 2), (30, 3)])
+def test_a_tenth_of_an_epoch_is_not_missed_by_rounding(batches, due_every):
+    """0.3 / 0.1 is 2.9999999999999996."""
+    section = EvaluationSection(every_epochs=0.1)
+    due = []
+    for epoch in range(4):
+        for batch in range(batches):
+            last = batch + 1 == batches
+            state = {"epoch": epoch + last, "batch": 0 if last else batch + 1}
+            stream = SimpleNamespace(batches_per_epoch=lambda _: batches, state=lambda state=state: state)
+            due.append(evaluation.is_due(section, epoch * batches + batch + 1, stream, epoch, batch))
+    assert due == [step % due_every == 0 for step in range(1, 4 * batches + 1)]
 
 
 def test_patience_ends_a_run_and_best_stays_with_the_best(tmp_path, monkeypatch):

@@ -417,6 +417,29 @@ def test_nan_stays_nan(spoilt):
     assert log_z.isnan().tolist() == [spoilt == "root", True]
 
 
+@runs_kernels
+@pytest.mark.parametrize("lengths", [[2, 3], [2, 1]], ids=str)
+def test_a_sentence_that_cannot_be_used_leaves_the_others_their_gradients(lengths):
+    """The last word is NaN: its sentence has no gradient, and the others have the one they have alone."""
+    rules = random_rules(3, 4, dtype=torch.float32)
+    emissions = random_emissions(sum(lengths), 4, dtype=torch.float32)
+    emissions[-1, 1] = float("nan")
+
+    def gradients_of(words, lengths):
+        inputs = [tensor.clone().to(DEVICE).requires_grad_() for tensor in (*rules, words)]
+        log_z, trusted = flash_inside.inside_unchecked(Rules(*inputs[:3]), inputs[3], lengths, "fp32", "triton")
+        torch.where(trusted, log_z, 0.0).sum().backward()
+        return trusted.tolist(), [tensor.grad for tensor in inputs]
+
+    trusted, together = gradients_of(emissions, lengths)
+    assert trusted == [True, False]
+    _, alone = gradients_of(emissions[:2], [2])
+    assert not together[3][2:].any()
+    together[3] = together[3][:2]
+    for got, want in zip(together, alone, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
+
+
 def passes_are_equal(n, p, lengths, precision, passes=2):
     """Log Z and every gradient of the same pass, bit by bit."""
     rules_type = torch.bfloat16 if precision == "bf16" else torch.float32

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flash_inside
-from flash_inside import Rules
+from flash_inside import Rules, trees
 from grammars import bracketings, random_emissions, random_rules, score_of
 
 BACKENDS = ["torch", "reference"]
@@ -64,6 +64,14 @@ def test_torch_finds_the_trees_of_the_reference(lengths, n, seed):
     for (our_score, our_tree), (score, tree) in zip(ours, truth, strict=True):
         assert our_score == pytest.approx(score, rel=1e-12)
         assert our_tree == tree
+
+
+@pytest.mark.parametrize("largest_block", [1, 50, 700])
+def test_trees_do_not_depend_on_the_size_of_a_block(largest_block, monkeypatch):
+    rules, emissions, lengths = random_rules(5, 7), random_emissions(31, 7), [9, 1, 8, 2, 11]
+    whole = flash_inside.viterbi(rules, emissions, lengths, "fp64", "torch")
+    monkeypatch.setattr(trees, "LARGEST_BLOCK", largest_block)
+    assert flash_inside.viterbi(rules, emissions, lengths, "fp64", "torch") == whole
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

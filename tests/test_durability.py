@@ -1,0 +1,117 @@
+"""What a power cut may not take: a file gets its name only after its content has been fsynced."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lm_pcfg.corpus.preparation.shards import write_ids
+from lm_pcfg.storage import checkpoint, durable
+
+DEAD_PID = 2**22 + 1  # above the largest pid Linux hands out
+
+
+def state_of(status: os.stat_result) -> tuple[int, ...]:
+    """Which file it is, and what it holds: a later write changes the time. Of a folder, only which."""
+    content = () if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_mtime_ns)
+    return status.st_dev, status.st_ino, *content
+
+
+@dataclass
+class Disk:
+    """Notes what has been fsynced, and what was renamed before its content was."""
+
+    synced: set[tuple[int, ...]] = field(default_factory=set)
+    named_too_early: list[str] = field(default_factory=list)
+
+    def fsync(self, original: Callable, file: Any) -> None:
+        self.synced.add(state_of(os.fstat(file if isinstance(file, int) else file.fileno())))
+        original(file)
+
+    def rename(self, original: Callable, source: Any, target: Any, **options: Any) -> None:
+        files = [path for path in [Path(source), *Path(source).rglob("*")] if path.is_file() and not path.is_symlink()]
+        self.named_too_early += [path.name for path in files if not self.has(path)]
+        original(source, target, **options)
+        self.synced.discard(state_of(Path(target).parent.stat()))  # it has a name more
+
+    def has(self, path: Path) -> bool:
+        return state_of(path.stat()) in self.synced
+
+
+@pytest.fixture
+def disk(monkeypatch) -> Disk:
+    disk = Disk()
+    for method, names in ((disk.fsync, ("fsync", "fdatasync")), (disk.rename, ("replace", "rename"))):
+        for name in names:
+            original = getattr(os, name)
+            monkeypatch.setattr(os, name, lambda *a, m=method, o=original, **options: m(o, *a, **options))
+    return disk
+
+
+def save(run: Path, step: int, value: float = 0.0) -> Path:
+    tensors = {"weights": torch.full((3,), value)}
+    return checkpoint.save(run, step, model=tensors, optimizer=tensors, ema=tensors, state={"value": value})
+
+
+def test_the_disk_of_these_tests_notices(tmp_path, disk):
+    (tmp_path / "old").write_text("one")
+    os.replace(tmp_path / "old", tmp_path / "new")
+    assert disk.named_too_early == ["old"]
+    with (tmp_path / "new").open("a") as file:
+        os.fsync(file)
+        assert disk.has(tmp_path / "new")
+        file.write("more")
+    assert not disk.has(tmp_path / "new")
+
+
+@pytest.mark.parametrize("swap", [True, False], ids=["exchange", "two-renames"])
+def test_every_file_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, disk, monkeypatch, swap):
+    if not swap:
+        monkeypatch.setattr(durable, "_exchange", lambda one, other: False)
+    for value in (1.0, 2.0):  # the second replaces the first
+        folder = save(tmp_path, 7, value)
+        assert disk.named_too_early == []
+        files = sorted(folder.iterdir())
+        assert len(files) == 4
+        assert [path.name for path in files if not disk.has(path)] == []
+        assert disk.has(folder.parent)  # the name itself
+
+
+def test_a_prepared_shard_is_on_disk_before_it_has_its_name(tmp_path, disk):
+    path = tmp_path / "shard-00000-00000.parquet"
+    write_ids(path, np.array([2, 1]), np.array([5, 6, 7], dtype=np.int32))
+    assert disk.named_too_early == []
+    assert disk.has(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_replaced_folder_of_a_dead_process_does_not_return_beside_its_successor(tmp_path):
+    old, new = save(tmp_path, 4, 1.0), save(tmp_path, 5, 2.0)
+    set_aside = new.with_name(f".replaced-{new.name}.{durable._host()}.{DEAD_PID}")
+    shutil.copytree(old, set_aside)
+    durable.remove_leftovers(new.parent)
+    assert sorted(path.name for path in new.parent.iterdir()) == [old.name, new.name]
+    assert checkpoint.verify(new)["value"] == 2.0
+
+
+def test_whole_files_that_hold_no_tensors_are_named(tmp_path):
+    """Their hashes are right, so only opening them can tell."""
+    folder = save(tmp_path, 1)
+    (folder / checkpoint.MODEL).write_bytes(b"no tensors")
+    state = json.loads((folder / checkpoint.STATE).read_bytes())
+    state["files"][checkpoint.MODEL] = {"sha256": hashlib.sha256(b"no tensors").hexdigest(), "size": 10}
+    (folder / checkpoint.STATE).write_bytes(checkpoint._state_bytes(state))
+    checkpoint.verify(folder)
+    with pytest.raises(checkpoint.CheckpointError, match=rf"{folder.name}/{checkpoint.MODEL} cannot be read: "):
+        checkpoint.load(folder, with_optimizer=False)
