@@ -109,7 +109,7 @@ def test_a_write_that_fails_at_the_very_end_is_told(tmp_path, monkeypatch):
 def test_the_last_and_the_best_are_kept(tmp_path, monkeypatch):
     values = iter([5.0, 2.0, 4.0, 1.0, 3.0, 6.0, 7.0, 8.0])
     original = Position.take_evaluation
-    monkeypatch.setattr(Position, "take_evaluation", lambda self, nll, impossible: original(self, next(values), 0))
+    monkeypatch.setattr(Position, "take_evaluation", lambda self, *_: original(self, next(values), 0))
     folder = run(
         tmp_path, "evaluation.every_steps=2", "evaluation.every_epochs=null", "evaluation.patience=null",
         "checkpoint.keep_best=3", "checkpoint.keep_last=2",

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import os
 import re
 import shutil
 import socket
+import stat
 import time
 import uuid
 from pathlib import Path
@@ -80,6 +82,32 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """Read a file of at most so many bytes; others are refused before they are read."""
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes are too many", str(path))
+        return file.read(most)
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file to read it. Devices, which may have no end, and pipes, which may never begin, are refused."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for its writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def reason(error: BaseException) -> str:
+    """Return one line that says why; if a library wraps an I/O error, the system's own words."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if match := re.search(r"I/O error: (.+?)(?: \(os error \d+\))?$", str(error)):
+        return match[1]
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def fsync(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ Tensors = dict[str, Tensor]
 class Saver:
     """Writes checkpoints on the main process. `failed`: a write failed, and the next `start` or `wait` raises it."""
 
-    def __init__(self, run_folder: Path, keep_last: int):
-        self.run_folder, self.keep_last = run_folder, keep_last
+    def __init__(self, run_folder: Path, keep_last: int, documents: Mapping[str, bytes]):
+        """documents: what every checkpoint carries besides tensors: the settings, the vocabulary."""
+        self.run_folder, self.keep_last, self.documents = run_folder, keep_last, documents
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -48,7 +50,7 @@ class Saver:
 
     def _write(self, copies: dict[str, Any], state: dict[str, Any], best_steps: list[int]) -> None:
         try:
-            saved = checkpoint.save(self.run_folder, state["step"], state=state, **copies)
+            saved = checkpoint.save(self.run_folder, state["step"], state=state, documents=self.documents, **copies)
             if best_steps[:1] == [state["step"]]:
                 checkpoint.point_best(self.run_folder, saved)
             there = checkpoint.list_checkpoints(self.run_folder)
@@ -73,8 +75,10 @@ def _copied(tensors: Tensors) -> Tensors:
 def load_fitting(folder: Path, model: torch.nn.Module, vocabulary_hash: str, device: torch.device) -> checkpoint.Loaded:
     """Load a checkpoint with its optimizer state; refuse that of another model or another vocabulary."""
     loaded = checkpoint.load(folder, device=device, with_optimizer=True)
-    if loaded.state["vocabulary_hash"] != vocabulary_hash:
-        raise UserError(f"{folder} was trained with another vocabulary than its run's folder vocab/ holds")
+    if missing := [name for name in ("window", "data") if loaded.state.get(name) is None]:
+        raise UserError(f"{folder / checkpoint.STATE} does not say where the training stood: no {missing[0]!r} in it")
+    if loaded.state.get("vocabulary_hash") != vocabulary_hash:
+        raise UserError(f"{folder} was trained with another vocabulary than this run has")
     if mismatch := _mismatch(model, loaded.model):
         way_out = "continue with those of its config.yaml, or start another run with name=..."
         raise UserError(f"{folder} does not fit the settings of `model`: {mismatch}; {way_out}")

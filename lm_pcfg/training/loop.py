@@ -10,7 +10,6 @@ from typing import Any
 
 from lm_pcfg.console import Progress, duration, progress, say, warn
 from lm_pcfg.corpus import opening
-from lm_pcfg.corpus.pieces import load_vocabulary
 from lm_pcfg.distributed import launcher
 from lm_pcfg.distributed.collectives import lost_contact_reported
 from lm_pcfg.distributed.engine import Engine
@@ -23,6 +22,7 @@ from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import MetricsFile
 from lm_pcfg.storage.run_folder import RunFolder, choose_start
 from lm_pcfg.storage.saving import Saver, load_fitting
+from lm_pcfg.training.documents import documents, open_vocabulary
 from lm_pcfg.training.evaluation import evaluate, is_due
 from lm_pcfg.training.mlflow_run import Status
 from lm_pcfg.training.position import Window
@@ -51,7 +51,8 @@ def train(settings: Settings) -> Path:
         source = engine.on_main(lambda: start.find_checkpoint(warn))
         vocabulary = None
         if source is not None:
-            vocabulary = engine.on_all(lambda: load_vocabulary(checkpoint.run_folder_of(source) / "vocab"))
+            tell = warn if engine.is_main else _nothing
+            vocabulary = engine.on_all(lambda: open_vocabulary(source, tell))
         steps = Steps(settings, engine, vocabulary)
         same_run = source is not None and checkpoint.run_folder_of(source) == start.folder.resolve()
         if source is not None:
@@ -66,6 +67,10 @@ def train(settings: Settings) -> Path:
         Trainer(steps, folder, stop, saved_step=steps.position.step if same_run else 0).run()
         engine.close_at_exit()
     return start.folder
+
+
+def _nothing(message: str) -> None:
+    """What other processes say: the main one says the same."""
 
 
 def restore(steps: Steps, source: Path, *, same_run: bool) -> None:
@@ -88,7 +93,8 @@ class Trainer:
         self.position = steps.position
         self.folder, self.stop = folder, stop
         self.metrics = MetricsFile(folder.path / "metrics.jsonl", warn)
-        self.saver = Saver(folder.path, self.settings.checkpoint.keep_last)
+        carried = documents(self.settings, self.corpora.vocabulary)
+        self.saver = Saver(folder.path, self.settings.checkpoint.keep_last, carried)
         self.stop_flag = StopFlag(stop, self.engine)
         self.tracker = track(self.settings, folder, self.corpora.vocabulary, self.engine.is_main)
         self._saved_step = saved_step
