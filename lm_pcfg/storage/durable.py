@@ -71,7 +71,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file that is complete or absent: under a temporary name first, then renamed."""
+    """Write a file that is complete or absent, and there after a power cut: under a temporary name, then renamed."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # process ids repeat on other hosts
     try:
         with open(temporary, "wb") as handle:
@@ -79,6 +79,7 @@ def replace_file(path: Path, content: bytes) -> None:
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(temporary, path)
+        fsync(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -18,6 +18,8 @@ from lm_pcfg.settings import Settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.durable import replace_file
 
+LAST_CHECKPOINT = "last_checkpoint"
+
 
 class Vocabulary(Protocol):
     def save(self, folder: Path) -> None: ...
@@ -38,7 +40,14 @@ class Start:
         """
         if not self.continued:
             return self.given
-        return checkpoint.find_resumable(self.folder, warn) or _started_from(self.folder)
+        if own := checkpoint.find_resumable(self.folder, warn):
+            return own
+        if had_checkpoint(self.folder):
+            raise UserError(
+                f"{self.folder} has had checkpoints, and none is left: bring {self.folder / 'checkpoints'} back from a "
+                "copy, or start over with another name=..."
+            )
+        return _started_from(self.folder)
 
 
 def choose_start(settings: Settings, launcher: str) -> Start:
@@ -69,6 +78,16 @@ def choose_start(settings: Settings, launcher: str) -> Start:
     if folder.resolve() == source_run and newest is not None and newest.resolve() == source:
         return Start(folder, source)
     return Start(_unused(folder), source)
+
+
+def remember_checkpoint(folder: Path, saved: Path) -> None:
+    """Note beside the checkpoints which was written last, for the day on which they are gone."""
+    replace_file(folder / LAST_CHECKPOINT, f"{saved.name}\n".encode())
+
+
+def had_checkpoint(folder: Path) -> bool:
+    """Whether a run ever had a checkpoint. `best`: runs of earlier versions have no note."""
+    return any(os.path.lexists(folder / name) for name in (LAST_CHECKPOINT, "best"))
 
 
 def _started_from(folder: Path) -> Path | None:
