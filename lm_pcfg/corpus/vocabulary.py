@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_pcfg.errors import UserError
-from lm_pcfg.storage.durable import replace_file
+from lm_pcfg.storage.durable import make_folder, replace_file
 
 UNKNOWN = "<unk>"
 END_OF_SENTENCE = "<eos>"
@@ -203,7 +203,7 @@ class Vocabulary:
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for name, content in files.items():
         replace_file(folder / name, content)
 

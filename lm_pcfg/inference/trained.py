@@ -44,13 +44,17 @@ def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = 
 
     It changes no setting of the process: a command calls `prepare_cpu` itself.
     """
-    _, folder = checkpoint.resolve_checkpoint(path)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda was asked for, but PyTorch sees no GPU; use --device cpu")
-    loaded = checkpoint.load(folder, with_optimizer=False)
-    settings, vocabulary = open_settings(folder, warn), open_vocabulary(folder, warn)
+
+    def read(folder: Path) -> tuple[checkpoint.Loaded, Settings, AnyVocabulary]:
+        loaded = checkpoint.load(folder, with_optimizer=False)
+        return loaded, open_settings(folder, warn), open_vocabulary(folder, warn)
+
+    loaded, settings, vocabulary = checkpoint.with_chosen(path, read)
+    folder = loaded.folder
     family = family_of(settings.model)
     family.check_memory(settings.model, len(vocabulary), device)
     with torch.random.fork_rng(devices=[]):  # PyTorch's modules draw their first weights from the caller's generator

@@ -21,21 +21,26 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lm_pcfg.console import warn
+from lm_pcfg.errors import UserError
 from lm_pcfg.storage import durable
 from lm_pcfg.storage.state_file import FORMAT, CheckpointError, read_state, state_bytes
+
+T = TypeVar("T")
 
 MODEL, OPTIMIZER, EMA, STATE = "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json"
 
 CONFIG, VOCABULARY = "config.yaml", "vocab"  # a file and a folder, in a checkpoint as in a run
 
 _TENSORS = ".safetensors"
+_TRIES = 5
 _STEP_NAME = re.compile(r"step-(\d+)")
 _one_save_at_a_time = threading.Lock()
 
@@ -85,7 +90,7 @@ def save(
         raise ValueError(f"state is of step {state['step']}, but step {step} is saved")
     with _one_save_at_a_time:
         try:
-            checkpoints.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(checkpoints)
             durable.remove_leftovers(checkpoints)
             temporary.mkdir()
             files = {}
@@ -102,7 +107,6 @@ def save(
             for folder in {(temporary / name).parent for name in files}:
                 durable.fsync(folder)
             durable.put_in_place(temporary, final)
-            durable.fsync(run_folder)  # which may have just got its folder `checkpoints`
         except (OSError, SafetensorError, TypeError, ValueError) as error:
             raise CheckpointError(f"cannot write checkpoint {final}: {durable.reason(error)}") from error
         finally:
@@ -242,6 +246,7 @@ def point_best(run_folder: Path, checkpoint: Path) -> None:
     if checkpoint.resolve().parent != (run_folder / "checkpoints").resolve():
         raise ValueError(f"{checkpoint} is no checkpoint of {run_folder}")
     link, new_link = run_folder / "best", durable.temporary_name(run_folder / "best")
+    _tell_if_dangling(run_folder, f"it is replaced by {checkpoint.name}")
     try:
         if link.is_dir() and not link.is_symlink():  # a copy made by a tool that follows links, such as scp -r
             durable.delete(link)
@@ -259,14 +264,24 @@ def repair_best(run_folder: Path, step: int | None) -> None:
     for saved in list_checkpoints(run_folder):
         if step_of(saved) == step:
             point_best(run_folder, saved)
+            return
+    _tell_if_dangling(run_folder, "it stays so until an evaluation is better")
 
 
 def best(run_folder: Path) -> Path | None:
+    """Return the checkpoint that `best` points to; None if it points nowhere, or out of the run."""
     link = run_folder / "best"
     if link.is_symlink():
         target = run_folder / os.readlink(link)
-        return target if target.is_dir() else None
+        inside = target.resolve().parent == (run_folder / "checkpoints").resolve()
+        return target if inside and target.is_dir() else None
     return link if link.is_dir() else None
+
+
+def _tell_if_dangling(run_folder: Path, consequence: str) -> None:
+    link = run_folder / "best"
+    if link.is_symlink() and best(run_folder) is None:
+        warn(f"{link} points to {os.readlink(link)}, which is no checkpoint of this run: {consequence}")
 
 
 def prune(run_folder: Path, keep_last: int, keep: Iterable[Path] = (), upto: int | None = None) -> None:
@@ -299,7 +314,7 @@ def resolve_checkpoint(
         folders = [folder for folder in runs.iterdir() if folder.is_dir()] if runs.is_dir() else []
         if not folders:
             raise CheckpointError(f"no run under {runs}/: {ways_out}")
-        newest = {run: checkpoint.stat().st_mtime for run in folders if (checkpoint := latest(run))}
+        newest = {run: _identity(checkpoint)[1] for run in folders if (checkpoint := latest(run))}
         if not newest:
             raise CheckpointError(f"no run under {runs}/ has a checkpoint yet: {ways_out}")
         path = max(newest, key=lambda run: newest[run])
@@ -308,12 +323,37 @@ def resolve_checkpoint(
         raise CheckpointError(f"{path} {what}: name a run or checkpoint folder with {named_by}")
     if (path / STATE).exists() or _STEP_NAME.fullmatch(path.resolve().name):
         return run_folder_of(path.resolve()), path.resolve()
+    _tell_if_dangling(path, "the newest is used")
     checkpoint = best(path) or latest(path)
     if checkpoint is not None:
         return path.resolve(), checkpoint.resolve()
     if (path / "config.yaml").exists() or (path / "checkpoints").is_dir():
         raise CheckpointError(f"{path} has no checkpoint yet: {ways_out}")
     raise CheckpointError(f"{path} is neither a run nor a checkpoint folder: {ways_out}")
+
+
+def with_chosen(path: Path | None, use: Callable[[Path], T]) -> T:
+    """Use the checkpoint that resolve_checkpoint finds; if a training deletes it meanwhile, choose again."""
+    for _ in range(_TRIES):
+        _, folder = resolve_checkpoint(path)
+        before = _identity(folder)
+        try:
+            return use(folder)
+        except (UserError, OSError):
+            if _identity(folder) == before:
+                raise
+    raise CheckpointError(
+        f"{path or 'runs/'}: a training replaces its checkpoints faster than they are read; try again"
+    )
+
+
+def _identity(folder: Path) -> tuple[int, float]:
+    """Tell a folder from another that takes its name: its inode and time; (0, 0) if there is none."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return 0, 0.0
+    return status.st_ino, status.st_mtime
 
 
 def run_folder_of(checkpoint: Path) -> Path:

@@ -1,7 +1,9 @@
-"""Folders that are complete or absent: written under a temporary name, fsynced, then renamed; deleted the other way.
+"""Files and folders that are complete or absent, and still there after a power cut.
 
-A temporary name tells the purpose and the owner of a folder, `.<purpose>-<name>.<host>.<pid>`, so that a later process
-can distinguish the work of a living process from what a dead one left behind.
+They are written under a temporary name, fsynced and renamed, and the folder that has the name is fsynced; folders are
+deleted the other way. A temporary name tells its owner, `.<purpose>-<name>.<host>.<pid>` of a folder or a link,
+`<name>.<random>.<host>.<pid>.tmp` of a file, so that a later process can distinguish the work of a living process from
+what a dead one left behind. What is read from elsewhere is a regular file of a size that was expected.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import uuid
 from pathlib import Path
 
 _TEMPORARY_NAME = re.compile(r"\.(writing|replaced|deleted)-(.+)\.([^.]+)\.(\d+)")
+_TEMPORARY_FILE = re.compile(r".+\.[0-9a-f]{32}(?:\.([^.]+)\.(\d+))?\.tmp")  # those of earlier versions have no owner
 # Whether a process on another host lives cannot be asked; a folder untouched for this long is taken for abandoned.
 _ABANDONED_AFTER_SECONDS = 3600.0
 
@@ -57,32 +60,45 @@ def delete(folder: Path) -> None:
 def remove_leftovers(parent: Path) -> None:
     """Finish what dead processes began here: put back what they had set aside, delete what they had not completed."""
     for entry in parent.iterdir():
-        match = _TEMPORARY_NAME.fullmatch(entry.name)
-        if match is None:
+        match, file = _TEMPORARY_NAME.fullmatch(entry.name), _TEMPORARY_FILE.fullmatch(entry.name)
+        if match is None and file is None:
             continue
         with contextlib.suppress(FileNotFoundError):  # another rank was quicker
-            if _owner_may_live(entry, host=match[3], pid=int(match[4])):
+            host, pid = (match[3], match[4]) if match else (file[1], file[2]) if file else (None, None)
+            if _owner_may_live(entry, host=host or "", pid=int(pid or 0)):
                 continue
-            original = entry.with_name(match[2])
-            if match[1] == "replaced" and not os.path.lexists(original):
+            original = entry.with_name(match[2]) if match else None
+            if match and match[1] == "replaced" and original and not os.path.lexists(original):
                 os.replace(entry, original)
-            else:
+            elif entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)  # one that resists costs space only, and is tried again
+            else:
+                entry.unlink()
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, if they are not there, durably."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in {folder, *new}:  # the folder itself even if it is there: who made it may not have got so far
+        with contextlib.suppress(PermissionError):  # one may write into a folder that one may not list
+            fsync(path.parent)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file that is complete or absent, and there after a power cut: under a temporary name, then renamed."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # process ids repeat on other hosts
+    """Write a file that is complete or absent, and there after a power cut."""
+    # Process ids repeat in containers, and threads share one: the random part keeps writers apart.
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.{_host()}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as handle:
             handle.write(content)
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(temporary, path)
-        fsync(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    fsync(path.parent)
 
 
 def read_file(path: Path, most: int) -> bytes:
@@ -139,7 +155,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _owner_may_live(entry: Path, host: str, pid: int) -> bool:
     if host != _host():
-        return time.time() - entry.stat().st_mtime < _ABANDONED_AFTER_SECONDS
+        return time.time() - entry.lstat().st_mtime < _ABANDONED_AFTER_SECONDS
     if pid == os.getpid():  # callers work one at a time, so an earlier process left it (in a container all are pid 1)
         return False
     try:

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lm_pcfg.errors import UserError
 from lm_pcfg.storage import durable
@@ -55,9 +55,14 @@ class DataEntry(_Shape):
     batch: Count
     batches: Count
     plan: str
-    dealings: list[Annotated[list[Annotated[int, Field(ge=1, le=2**40)]], Field(min_length=2, max_length=2)]] = Field(
-        default=[], max_length=10_000
-    )
+    dealings: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] = []
+
+    @model_validator(mode="after")
+    def dealings_fit(self) -> DataEntry:
+        """Each dealing has given so many ranks so many batches; more than there are would take for ever to deal."""
+        if not all(map(all, self.dealings)) or sum(ranks * rounds for ranks, rounds in self.dealings) > self.batches:
+            raise ValueError("deals out more batches than there are")
+        return self
 
 
 class WindowEntry(_Shape):
@@ -133,5 +138,7 @@ def read_state(path: Path) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part)[:40] for part in first["loc"])
-        raise CheckpointError(f"{path} is not the state of a checkpoint: {key!r}: {first['msg']}") from None
+        raise CheckpointError(
+            f"{path} is not the state of a checkpoint: {key!r}: {' '.join(first['msg'].split())}"
+        ) from None
     return state

@@ -20,7 +20,7 @@ from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import MetricsFile
-from lm_pcfg.storage.run_folder import RunFolder, choose_start
+from lm_pcfg.storage.run_folder import RunFolder, Start, claim_start
 from lm_pcfg.storage.saving import Saver, load_fitting
 from lm_pcfg.training.documents import documents, open_vocabulary
 from lm_pcfg.training.evaluation import evaluate, is_due
@@ -44,10 +44,14 @@ def train(settings: Settings) -> Path:
     with lost_contact_reported():
         engine = Engine(settings)  # until all have met, a signal ends this process at once
     with StopSignals() as stop, lost_contact_reported(), ExitStack() as at_end:
-        start = engine.on_main(lambda: choose_start(settings, launcher.identity()))
+
+        def choose() -> Start:
+            start, claimed = claim_start(settings, launcher.identity())
+            at_end.callback(claimed.release)
+            return start
+
+        start = engine.on_main(choose)
         folder = RunFolder(start.folder, launcher.identity())
-        engine.on_main(folder.claim)
-        at_end.callback(folder.release)
         source = engine.on_main(lambda: start.find_checkpoint(warn))
         vocabulary = None
         if source is not None:
