@@ -278,10 +278,17 @@ def best(run_folder: Path) -> Path | None:
     return link if link.is_dir() else None
 
 
-def _tell_if_dangling(run_folder: Path, consequence: str) -> None:
+def dangling_best(run_folder: Path) -> str | None:
+    """Say that the link `best` leads to no checkpoint of this run; None: it does, or there is none."""
     link = run_folder / "best"
-    if link.is_symlink() and best(run_folder) is None:
-        warn(f"{link} points to {os.readlink(link)}, which is no checkpoint of this run: {consequence}")
+    if not link.is_symlink() or best(run_folder) is not None:
+        return None
+    return f"{link} points to {os.readlink(link)}, which is no checkpoint of this run"
+
+
+def _tell_if_dangling(run_folder: Path, consequence: str) -> None:
+    if problem := dangling_best(run_folder):
+        warn(f"{problem}: {consequence}")
 
 
 def prune(run_folder: Path, keep_last: int, keep: Iterable[Path] = (), upto: int | None = None) -> None:

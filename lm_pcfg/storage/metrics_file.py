@@ -145,17 +145,24 @@ def read_metrics(path: Path, warn: Callable[[str], None] = warn) -> Iterator[dic
         warn(f"{path}: {which} damaged, and left out")
 
 
-def check_metrics(path: Path, recorded: Mapping[str, Any] | None) -> list[str]:
-    """Say in words what is wrong with a metrics file; recorded: the `mark` of the newest checkpoint."""
+def check_metrics(path: Path, recorded: Mapping[str, Any] | None = None) -> tuple[int, list[str]]:
+    """Return the number of lines of a metrics file, and in words what is wrong with it.
+
+    recorded: the `mark` of the newest checkpoint.
+    """
     problems: list[str] = []
-    lines = list(path.open("rb")) if path.is_file() else []
+    lines: list[bytes] = []
     if path.is_file():
+        with path.open("rb") as file:
+            lines = list(file)
         deque(read_metrics(path, problems.append), maxlen=0)
+    elif os.path.lexists(path):
+        problems.append(f"{path} is not a regular file")
     if recorded is not None and _hash_of(lines[: recorded["lines"]]) != recorded["sha256"]:
         lost = recorded["lines"] - len(lines)
         what = f"{lost} of {recorded['lines']} lines are missing" if lost > 0 else "lines were lost, changed or added"
         problems.append(f"{path} is not what the newest checkpoint remembers: {what}")
-    return problems
+    return len(lines), problems
 
 
 def _checked(line: dict[str, Any]) -> bytes:

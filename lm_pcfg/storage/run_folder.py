@@ -45,10 +45,7 @@ class Start:
         if own := checkpoint.find_resumable(self.folder, warn):
             return own
         if had_checkpoint(self.folder):
-            raise UserError(
-                f"{self.folder} has had checkpoints, and none is left: bring {self.folder / 'checkpoints'} back from a "
-                "copy, or start over with another name=..."
-            )
+            raise UserError(f"{none_left(self.folder)}, or start over with another name=...")
         return _started_from(self.folder)
 
     def still_right(self) -> bool:
@@ -123,6 +120,16 @@ def _started_from(folder: Path) -> Path | None:
         raise UserError(f"{file} is damaged: it should name a checkpoint; start over with resume=PATH and another name")
     checkpoint.verify(Path(text))
     return Path(text)
+
+
+def none_left(folder: Path) -> str:
+    return f"{folder} has had checkpoints, and none is left: bring {folder / 'checkpoints'} back from a copy"
+
+
+def damaged_notes(folder: Path) -> list[str]:
+    """Say which of the small files of a run cannot be read."""
+    files = [folder / name for name in ("mlflow_run_id", "started_from", LAST_CHECKPOINT)]
+    return [f"{file} is damaged" for file in files if os.path.lexists(file) and not _note(file)]
 
 
 def _note(file: Path) -> str:
