@@ -81,8 +81,7 @@ def make_folder(folder: Path) -> None:
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in {folder, *new}:  # the folder itself even if it is there: who made it may not have got so far
-        with contextlib.suppress(PermissionError):  # one may write into a folder that one may not list
-            fsync(path.parent)
+        fsync(path.parent)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -128,7 +127,12 @@ def reason(error: BaseException) -> str:
 
 
 def fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        if path.is_dir():  # one may write into a folder that one may not list
+            return
+        raise
     try:
         os.fsync(descriptor)
     except OSError as error:

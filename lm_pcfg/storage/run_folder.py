@@ -102,7 +102,7 @@ def remember_checkpoint(folder: Path, saved: Path) -> None:
     try:
         replace_file(folder / LAST_CHECKPOINT, f"{saved.name}\n".encode())
     except OSError as error:
-        raise UserError(f"cannot write {folder / LAST_CHECKPOINT}: {error.strerror}") from error
+        raise UserError(f"cannot write checkpoint {saved.name} into {LAST_CHECKPOINT}: {error.strerror}") from error
 
 
 def had_checkpoint(folder: Path) -> bool:
