@@ -183,6 +183,14 @@ class TestSameStepTwice:
         assert checkpoint.list_checkpoints(tmp_path) == []
         assert checkpoint.find_resumable(tmp_path, pytest.fail) == folder
 
+    def test_a_crash_after_two_renames_keeps_the_new_one(self, tmp_path: Path) -> None:
+        folder = save(tmp_path, 5, seed=10)
+        replaced = folder.with_name(f".replaced-{folder.name}.{durable._host()}.{DEAD_PID}")
+        save(tmp_path / "other", 5).rename(replaced)
+        assert checkpoint.find_resumable(tmp_path, pytest.fail) == folder
+        assert checkpoint.verify(folder)["seed"] == 10
+        assert temporary_names(tmp_path) == []
+
 
 class TestCrashes:
     @pytest.mark.parametrize("moment", ["first file", "fsync", "rename"])

@@ -121,15 +121,16 @@ class TestDurability:
             run / f".writing-best.{durable._host()}.{dead}",
             run / f"config.yaml.{random}.{durable._host()}.{dead}.tmp",
             run / f"config.yaml.{random}.tmp",  # of the version before
+            run / f"config.yaml.{random}.{durable._host()}.{10**30}.tmp",
             run / ".metrics.jsonl.new",
             run / "vocab" / f"words.txt.{random}.{durable._host()}.{dead}.tmp",
             run / "checkpoints" / f".writing-step-00000009.{durable._host()}.{dead}",
         ]
         litter[0].symlink_to("checkpoints/step-00000001")
-        for file in litter[1:5]:
+        for file in litter[1:6]:
             file.touch()
             os.utime(file, (0, 0))
-        (litter[5] / "vocab").mkdir(parents=True)
+        (litter[6] / "vocab").mkdir(parents=True)
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
             living = run / f"FINISHED.{random}.{durable._host()}.{other.pid}.tmp"
             living.touch()

@@ -21,8 +21,9 @@ import time
 import uuid
 from pathlib import Path
 
-_TEMPORARY_NAME = re.compile(r"\.(writing|replaced|deleted)-(.+)\.([^.]+)\.(\d+)")
-_TEMPORARY_FILE = re.compile(r".+\.[0-9a-f]{32}(?:\.([^.]+)\.(\d+))?\.tmp")  # those of earlier versions have no owner
+_OWNER = r"\.(?P<host>[^.]+)\.(?P<pid>\d+)"
+_TEMPORARY_NAME = re.compile(rf"\.(?P<purpose>writing|replaced|deleted)-(?P<name>.+){_OWNER}")
+_TEMPORARY_FILE = re.compile(rf".+\.[0-9a-f]{{32}}(?:{_OWNER})?\.tmp")  # those of earlier versions have no owner
 # Whether a process on another host lives cannot be asked; a folder untouched for this long is taken for abandoned.
 _ABANDONED_AFTER_SECONDS = 3600.0
 
@@ -60,16 +61,15 @@ def delete(folder: Path) -> None:
 def remove_leftovers(parent: Path) -> None:
     """Finish what dead processes began here: put back what they had set aside, delete what they had not completed."""
     for entry in parent.iterdir():
-        match, file = _TEMPORARY_NAME.fullmatch(entry.name), _TEMPORARY_FILE.fullmatch(entry.name)
-        if match is None and file is None:
+        match = _TEMPORARY_NAME.fullmatch(entry.name) or _TEMPORARY_FILE.fullmatch(entry.name)
+        if match is None:
             continue
+        found = match.groupdict()
         with contextlib.suppress(FileNotFoundError):  # another rank was quicker
-            host, pid = (match[3], match[4]) if match else (file[1], file[2]) if file else (None, None)
-            if _owner_may_live(entry, host=host or "", pid=int(pid or 0)):
+            if _owner_may_live(entry, host=found["host"] or "", pid=int(found["pid"] or 0)):
                 continue
-            original = entry.with_name(match[2]) if match else None
-            if match and match[1] == "replaced" and original and not os.path.lexists(original):
-                os.replace(entry, original)
+            if found.get("purpose") == "replaced" and not os.path.lexists(entry.with_name(found["name"])):
+                os.replace(entry, entry.with_name(found["name"]))
             elif entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)  # one that resists costs space only, and is tried again
             else:
@@ -164,7 +164,7 @@ def _owner_may_live(entry: Path, host: str, pid: int) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # the second: a number that no process can have
         return False
     except PermissionError:
         return True  # it lives, and is another user's
