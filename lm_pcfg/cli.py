@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lm_pcfg.commands import bench, evaluate, info, parse, prepare, report, sample, score, search, train
+from lm_pcfg.commands import bench, evaluate, info, parse, prepare, report, sample, score, search, train, verify
 from lm_pcfg.console import say
 from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
 
@@ -29,6 +29,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "evaluate": evaluate.evaluate,
     "sample": sample.sample,
     "info": info.info,
+    "verify": verify.verify,
     "report": report.report,
     "search": search.search,
 }

@@ -43,7 +43,13 @@ def save(run: Path, step: int, seed: int = 0, ema: bool = True, **state: Any) ->
         model=some_tensors(seed),
         optimizer={f"exp_avg/{name}": tensor for name, tensor in some_tensors(seed + 1).items()},
         ema=some_tensors(seed + 2) if ema else None,
-        state={"epoch": 1, "data": {"shard": 3, "position": 17}, "world_size": 2, "seed": seed, **state},
+        state={
+            "epoch": 1,
+            "data": {"epoch": 3, "batch": 17, "batches": 20, "plan": "x"},
+            "world_size": 2,
+            "seed": seed,
+            **state,
+        },
     )
 
 
@@ -69,7 +75,7 @@ class TestSaveAndLoad:
         assert loaded.ema is not None
         assert same_bits(loaded.ema, some_tensors(2))
         assert loaded.state["step"] == 1234
-        assert loaded.state["data"] == {"shard": 3, "position": 17}
+        assert loaded.state["data"] == {"epoch": 3, "batch": 17, "batches": 20, "plan": "x"}
         assert loaded.folder == folder
         assert sorted(entry.name for entry in folder.iterdir()) == [
             "ema.safetensors",
@@ -176,6 +182,14 @@ class TestSameStepTwice:
         folder.rename(folder.with_name(f".replaced-{folder.name}.{durable._host()}.{DEAD_PID}"))
         assert checkpoint.list_checkpoints(tmp_path) == []
         assert checkpoint.find_resumable(tmp_path, pytest.fail) == folder
+
+    def test_a_crash_after_two_renames_keeps_the_new_one(self, tmp_path: Path) -> None:
+        folder = save(tmp_path, 5, seed=10)
+        replaced = folder.with_name(f".replaced-{folder.name}.{durable._host()}.{DEAD_PID}")
+        save(tmp_path / "other", 5).rename(replaced)
+        assert checkpoint.find_resumable(tmp_path, pytest.fail) == folder
+        assert checkpoint.verify(folder)["seed"] == 10
+        assert temporary_names(tmp_path) == []
 
 
 class TestCrashes:

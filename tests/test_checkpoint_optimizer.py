@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage import checkpoint, optimizer_state
 from lm_pcfg.storage.checkpoint import CheckpointError
 
 
@@ -44,7 +44,7 @@ class TestOptimizerState:
             tmp_path,
             5,
             model=network.state_dict(),
-            optimizer=checkpoint.optimizer_tensors(optimizer, network.named_parameters()),
+            optimizer=optimizer_state.optimizer_tensors(optimizer, network.named_parameters()),
             ema=None,
             state={},
         )
@@ -58,12 +58,12 @@ class TestOptimizerState:
         weights = [parameter for parameter in resumed.parameters() if parameter.ndim == 2]
         resumed_optimizer = make([{"params": biases}, {"params": weights}], **options)
         assert loaded.optimizer is not None
-        checkpoint.load_optimizer_tensors(resumed_optimizer, resumed.named_parameters(), loaded.optimizer)
+        optimizer_state.load_optimizer_tensors(resumed_optimizer, resumed.named_parameters(), loaded.optimizer)
         self.train(resumed, resumed_optimizer, range(5, 8))
         assert same_bits(resumed.state_dict(), network.state_dict())
         assert same_bits(
-            checkpoint.optimizer_tensors(resumed_optimizer, resumed.named_parameters()),
-            checkpoint.optimizer_tensors(optimizer, network.named_parameters()),
+            optimizer_state.optimizer_tensors(resumed_optimizer, resumed.named_parameters()),
+            optimizer_state.optimizer_tensors(optimizer, network.named_parameters()),
         )
 
     @pytest.mark.gpu
@@ -74,11 +74,11 @@ class TestOptimizerState:
         network = self.network().cuda()
         optimizer = torch.optim.AdamW(network.parameters(), **options)
         self.train(network, optimizer, range(3))
-        tensors = checkpoint.optimizer_tensors(optimizer, network.named_parameters())
+        tensors = optimizer_state.optimizer_tensors(optimizer, network.named_parameters())
         on_cpu = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         resumed = copy.deepcopy(network)
         resumed_optimizer = torch.optim.AdamW(resumed.parameters(), **options)
-        checkpoint.load_optimizer_tensors(resumed_optimizer, resumed.named_parameters(), on_cpu)
+        optimizer_state.load_optimizer_tensors(resumed_optimizer, resumed.named_parameters(), on_cpu)
         for one, other in zip(network.parameters(), resumed.parameters(), strict=True):
             assert optimizer.state[one]["step"].device == resumed_optimizer.state[other]["step"].device
         self.train(network, optimizer, range(3, 5))
@@ -89,7 +89,7 @@ class TestOptimizerState:
         network = self.network()
         optimizer = torch.optim.AdamW(network.parameters())
         self.train(network, optimizer, range(3))
-        tensors = checkpoint.optimizer_tensors(optimizer, network.named_parameters())
+        tensors = optimizer_state.optimizer_tensors(optimizer, network.named_parameters())
         names = [f"{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")]
         assert set(tensors) == {f"{key}/{name}" for key in ("exp_avg", "exp_avg_sq", "step") for name in names}
         assert tensors["step/0.weight"].dtype == torch.float32
@@ -100,9 +100,9 @@ class TestOptimizerState:
         network = self.network()
         first_layer, last_layer = network[0], network[2]  # type: ignore[index]
         optimizer = torch.optim.Adam(last_layer.parameters())
-        tensors = checkpoint.optimizer_tensors(optimizer, network.named_parameters())
+        tensors = optimizer_state.optimizer_tensors(optimizer, network.named_parameters())
         assert set(tensors) == {"step/2.weight", "step/2.bias"}
-        checkpoint.load_optimizer_tensors(optimizer, network.named_parameters(), tensors)
+        optimizer_state.load_optimizer_tensors(optimizer, network.named_parameters(), tensors)
         self.train(network, optimizer, range(1))
         assert first_layer.weight not in optimizer.state
         assert optimizer.state[last_layer.weight]["step"].item() == 1
@@ -113,13 +113,13 @@ class TestOptimizerState:
         self.train(network, optimizer, range(2))
         before = {
             name: tensor.clone()
-            for name, tensor in checkpoint.optimizer_tensors(optimizer, network.named_parameters()).items()
+            for name, tensor in optimizer_state.optimizer_tensors(optimizer, network.named_parameters()).items()
         }
 
         def message(tensors: dict[str, Tensor]) -> str:
             with pytest.raises(CheckpointError) as caught:
-                checkpoint.load_optimizer_tensors(optimizer, network.named_parameters(), tensors)
-            assert same_bits(checkpoint.optimizer_tensors(optimizer, network.named_parameters()), before)
+                optimizer_state.load_optimizer_tensors(optimizer, network.named_parameters(), tensors)
+            assert same_bits(optimizer_state.optimizer_tensors(optimizer, network.named_parameters()), before)
             return str(caught.value)
 
         zeros = {name: torch.zeros_like(tensor) + (name.startswith("step")) for name, tensor in before.items()}
@@ -136,4 +136,4 @@ class TestOptimizerState:
     def test_an_optimizer_of_another_model_is_a_mistake(self) -> None:
         optimizer = torch.optim.Adam(self.network().parameters())
         with pytest.raises(ValueError, match="have no name"):
-            checkpoint.optimizer_tensors(optimizer, self.network().named_parameters())
+            optimizer_state.optimizer_tensors(optimizer, self.network().named_parameters())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lm_pcfg.storage.metrics_file import MetricsFile, read_metrics
+from lm_pcfg.storage.metrics_file import MetricsFile, check_metrics, read_metrics
 
 
 def strict_lines(path: Path) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def test_each_line_is_there_at_once(tmp_path: Path) -> None:
         metrics.append(step, {"loss": 1 / (step + 1), "split": "train", "words": 7, "time": "not this one"})
         lines = strict_lines(path)
         assert len(lines) == step + 1
-        assert list(lines[-1]) == ["step", "time", "loss", "split", "words"]
+        assert list(lines[-1]) == ["step", "time", "loss", "split", "words", "check"]
         assert lines[-1]["loss"] == 1 / (step + 1)
         assert lines[-1]["time"] > 1.7e9
 
@@ -54,7 +54,7 @@ def test_values_of_all_kinds(tmp_path: Path) -> None:
     }
     MetricsFile(path, pytest.fail).append(1, values)
     (line,) = strict_lines(path)
-    del line["time"]
+    del line["time"], line["check"]
     assert line == {
         "step": 1,
         "nan": "NaN",
@@ -161,3 +161,99 @@ def test_lines_never_written_are_counted(tmp_path: Path) -> None:
     assert len(warnings) == 2
     assert "Not a directory" in warnings[0] or "File exists" in warnings[0]
     assert warnings[1].startswith("2 lines of ")
+
+
+def known_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
+    names = ("step", "time", "loss")
+    return [{name: line.get(name) for name in names} for line in read_metrics(path, warnings.append)]
+
+
+def test_any_flipped_bit_is_told_or_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file_with_steps(path, range(4)).close()
+    intact = path.read_bytes()
+    before = known_lines(path, [])
+    assert len(before) == 4
+    for bit in range(8 * len(intact)):
+        content = bytearray(intact)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        warnings: list[str] = []
+        after = known_lines(path, warnings)
+        assert len(warnings) == 1 or after == before, (bit // 8, bit % 8)
+        assert all(line in before for line in after)  # never a wrong one
+
+
+def test_a_damaged_line_is_named_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file_with_steps(path, range(4)).close()
+    path.write_bytes(path.read_bytes().replace(b'"loss": 0.6666', b'"loss": 0.7666'))
+    warnings: list[str] = []
+    assert [line["step"] for line in read_metrics(path, warnings.append)] == [0, 1, 3]
+    assert warnings == [f"{path}: line 3 is damaged, and left out"]
+
+
+def test_lines_of_the_version_before_are_read_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time": 1.5, "loss": "NaN"}\n{"step": 2, "time": 2.5, "loss": 3}\n')
+    metrics = MetricsFile(path, pytest.fail)
+    assert metrics.truncate_after(2) == 0
+    metrics.append(3, {"loss": 1})
+    lines = list(read_metrics(path, pytest.fail))
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all("check" not in line for line in lines)
+
+
+class TestWhatACheckpointRemembers:
+    def test_exactly_its_lines_are_kept(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        metrics = file_with_steps(path, range(5))
+        mark = metrics.mark()
+        metrics.append(4, {"valid/ppl": 3.0})  # an evaluation that a resumed run makes again
+        metrics.append(5, {"loss": 1.0})
+        resumed = MetricsFile(path, pytest.fail)
+        assert resumed.truncate_after(4, mark) == 2
+        assert [line["step"] for line in strict_lines(path)] == [0, 1, 2, 3, 4]
+        assert resumed.mark() == mark
+        assert check_metrics(path, mark)[1] == []
+
+    @pytest.mark.parametrize(
+        ("keep", "message"), [(3, "2 of 5 lines are missing"), (0, "5 of 5 lines are missing")], ids=["some", "all"]
+    )
+    def test_what_a_power_cut_took_is_told(self, tmp_path: Path, keep: int, message: str) -> None:
+        path = tmp_path / "metrics.jsonl"
+        mark = file_with_steps(path, range(5)).mark()
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:keep]))
+        (problem,) = check_metrics(path, mark)[1]
+        assert message in problem
+        if not keep:
+            path.unlink()
+        warnings: list[str] = []
+        resumed = MetricsFile(path, warnings.append)
+        resumed.truncate_after(4, mark)
+        assert warnings == [f"{path} is not as it was written up to step 4: {message}; training goes on"]
+        resumed.append(5, {"loss": 1.0})
+        assert check_metrics(path, resumed.mark())[1] == []  # from here on it is as it is
+
+    def test_a_changed_line_without_a_check_is_told(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 1, "loss": 3}\n')
+        metrics = MetricsFile(path, pytest.fail)
+        metrics.truncate_after(1)
+        mark = metrics.mark()
+        path.write_text('{"step": 1, "loss": 4}\n')
+        warnings: list[str] = []
+        MetricsFile(path, warnings.append).truncate_after(1, mark)
+        assert "they were changed" in warnings[0]
+
+
+def test_lines_of_a_run_that_begins_again_are_kept_beside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert MetricsFile(path, pytest.fail).set_aside() is None
+    for number in (1, 2):
+        metrics = file_with_steps(path, range(number))
+        beside = metrics.set_aside()
+        assert beside == tmp_path / f"metrics-{number}.jsonl"
+        assert len(strict_lines(beside)) == number
+    assert not path.exists()

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.storage import checkpoint, saving
+from lm_pcfg.storage import checkpoint, durable, saving
+from lm_pcfg.storage.metrics_file import check_metrics
 from lm_pcfg.training import loop
 from lm_pcfg.training.position import Position
 from processes import launch_command, launched
@@ -70,6 +71,33 @@ def test_one_write_at_a_time_and_each_of_its_own_step(tmp_path, monkeypatch):
         assert after.optimizer["step/symbols"] == before.optimizer["step/symbols"] + 1
 
 
+def test_metrics_are_durable_before_a_checkpoint_counts_them(tmp_path, monkeypatch):
+    synced, original_fsync, original_save = [], durable.fsync, checkpoint.save
+
+    def fsync(path):
+        synced.append((Path(path).name, threading.current_thread().name))
+        original_fsync(path)
+
+    def save(folder, step, **content):
+        assert synced[:2] == [("metrics.jsonl", "checkpoint"), ("small", "checkpoint")]  # beside the training
+        synced.clear()
+        assert check_metrics(folder / "metrics.jsonl", content["state"]["metrics"])[1] == []
+        counts.append(content["state"]["metrics"]["lines"])
+        saved = original_save(folder, step, **content)
+        synced.clear()
+        return saved
+
+    counts: list[int] = []
+    monkeypatch.setattr(durable, "fsync", fsync)
+    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(loop.Trainer, "_begin", lambda self: synced.clear())
+    monkeypatch.setattr(saving.run_folder, "remember_checkpoint", lambda folder, saved: None)
+    monkeypatch.setattr(checkpoint, "point_best", lambda folder, saved: None)
+    folder = run(tmp_path, "training.max_steps=8", "checkpoint.every_steps=4", "data.valid=null")
+    assert counts == [1, 3]
+    assert checkpoint.verify(checkpoint.latest(folder))["metrics"]["lines"] == 3
+
+
 def test_a_failed_write_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     steps, original = [], checkpoint.save
     written = threading.Event()
@@ -109,9 +137,7 @@ def test_a_write_that_fails_at_the_very_end_is_told(tmp_path, monkeypatch):
 def test_the_last_and_the_best_are_kept(tmp_path, monkeypatch):
     values = iter([5.0, 2.0, 4.0, 1.0, 3.0, 6.0, 7.0, 8.0])
     original = Position.take_evaluation
-    monkeypatch.setattr(
-        Position, "take_evaluation", lambda self, nll, impossible, s_f1: original(self, next(values), 0)
-    )
+    monkeypatch.setattr(Position, "take_evaluation", lambda self, *_: original(self, next(values), 0))
     folder = run(
         tmp_path, "evaluation.every_steps=2", "evaluation.every_epochs=null", "evaluation.patience=null",
         "checkpoint.keep_best=3", "checkpoint.keep_last=2",

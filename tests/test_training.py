@@ -202,11 +202,11 @@ def test_two_trainings_cannot_share_a_folder(tmp_path, monkeypatch):
 def test_what_a_crash_left_is_tidied_up_by_whoever_holds_the_folder(tmp_path):
     """Of another host, where nobody can ask whether its owner lives; abandoned, by its age."""
     folder = run(tmp_path, "training.max_steps=1")
+    other = loop.RunFolder(folder, "")
+    other.claim()
     left = folder / "checkpoints" / ".writing-step-00000009.elsewhere.1"
     left.mkdir()
     os.utime(left, (0, 0))
-    other = loop.RunFolder(folder, "")
-    other.claim()
     with pytest.raises(loop.UserError, match="in use by another training"):
         run(tmp_path, "resume=auto")
     assert left.exists()

@@ -32,6 +32,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.inference import report
 from lm_pcfg.settings import Section, Settings
 from lm_pcfg.settings_file import load_settings, parse_yaml
+from lm_pcfg.storage.durable import replace_file
 
 CONTROL = "control"
 _POLL_SECONDS = 0.2
@@ -100,7 +101,7 @@ def run_search(file: Path, overrides: list[str], only: str | None = None, at_onc
         try:
             loop.train(settings)
         except loop.TrainingStopped as error:  # the recipe's fault: the next one may do better
-            (folder / "FAILED").write_text(f"{error}\n")
+            replace_file(folder / "FAILED", f"{error}\n".encode())
             warn(f"{name}: {error}")
             continue
         finally:
@@ -115,7 +116,7 @@ def _left(runs: dict[str, Settings]) -> dict[str, Settings]:
     """Return the runs that have neither finished nor failed."""
     for name, settings in runs.items():
         if (failed := _folder(settings) / "FAILED").exists():
-            warn(f"{name} failed before: {failed.read_text().strip()}")
+            warn(f"{name} failed before: {failed.read_text(errors='replace').strip()}")
     ends = ("FINISHED", "FAILED")
     return {
         name: settings for name, settings in runs.items() if not any((_folder(settings) / end).exists() for end in ends)

@@ -10,8 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE, END_OF_SENTENCE, FORMAT_VERSION, Vocabulary, VocabularyError
-from lm_pcfg.storage.durable import replace_file
+from lm_pcfg.corpus.vocabulary import (
+    DESCRIPTION_FILE,
+    END_OF_SENTENCE,
+    FORMAT_VERSION,
+    Vocabulary,
+    VocabularyError,
+    write_files,
+)
 
 MODEL_FILE = "pieces.model"  # SentencePiece's own format: a protocol buffer
 KIND = "sentencepiece"
@@ -99,9 +105,8 @@ class PieceVocabulary:
         digest.update(self.model)
         return digest.hexdigest()
 
-    def save(self, folder: Path) -> None:
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+    def files(self) -> dict[str, bytes]:
+        """Return what `save` writes: pieces.model and vocabulary.json."""
         description = {
             "format": FORMAT_VERSION,
             "kind": KIND,
@@ -111,8 +116,10 @@ class PieceVocabulary:
             "options": {"end_of_sentence": self.options.end_of_sentence},
             "sha256": self.hash,
         }
-        replace_file(folder / MODEL_FILE, self.model)
-        replace_file(folder / DESCRIPTION_FILE, (json.dumps(description, indent=2) + "\n").encode())
+        return {MODEL_FILE: self.model, DESCRIPTION_FILE: (json.dumps(description, indent=2) + "\n").encode()}
+
+    def save(self, folder: Path) -> None:
+        write_files(Path(folder), self.files())
 
     @classmethod
     def load(cls, folder: Path) -> PieceVocabulary:

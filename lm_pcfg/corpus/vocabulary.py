@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_pcfg.errors import UserError
-from lm_pcfg.storage.durable import replace_file
+from lm_pcfg.storage.durable import make_folder, replace_file
 
 UNKNOWN = "<unk>"
 END_OF_SENTENCE = "<eos>"
@@ -146,10 +146,8 @@ class Vocabulary:
         text = f"{FORMAT_VERSION}\n{options}\n" + "\n".join(self.words)
         return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
-    def save(self, folder: Path) -> None:
-        """Write words.txt (a type a line, in id order) and vocabulary.json to a folder such as `runs/<name>/vocab`."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+    def files(self) -> dict[str, bytes]:
+        """Return what `save` writes: words.txt, a type a line in id order, and vocabulary.json."""
         description = {
             "format": FORMAT_VERSION,
             "types": len(self),
@@ -158,8 +156,15 @@ class Vocabulary:
             "options": asdict(self.options),
             "sha256": self.hash,
         }
-        replace_file(folder / WORDS_FILE, "".join(f"{word}\n" for word in self.words).encode("utf-8"))
-        replace_file(folder / DESCRIPTION_FILE, (json.dumps(description, indent=2) + "\n").encode("utf-8"))
+        words = "".join(f"{word}\n" for word in self.words)
+        return {
+            WORDS_FILE: words.encode("utf-8"),
+            DESCRIPTION_FILE: (json.dumps(description, indent=2) + "\n").encode("utf-8"),
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write its files to a folder such as `runs/<name>/vocab`."""
+        write_files(Path(folder), self.files())
 
     @classmethod
     def load(cls, folder: Path) -> Vocabulary:
@@ -195,6 +200,12 @@ class Vocabulary:
                 "copy the vocabulary again from its run"
             )
         return vocabulary
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> None:
+    make_folder(folder)
+    for name, content in files.items():
+        replace_file(folder / name, content)
 
 
 def normalise(word: str, options: VocabularyOptions) -> str:

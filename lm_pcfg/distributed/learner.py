@@ -17,7 +17,7 @@ from flash_inside.devices import copy_to_host
 from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.distributed.throughput import ReductionClock
 from lm_pcfg.settings import OptimizerSection
-from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage import optimizer_state
 
 Tensors = dict[str, Tensor]
 
@@ -145,13 +145,13 @@ class Learner:
         return tensors
 
     def optimizer_tensors(self) -> Tensors:
-        """Return the optimizer's state as checkpoints hold it (checkpoint.optimizer_tensors); all take part."""
-        return checkpoint.optimizer_tensors(self._torch_optimizer(), self.parameters.items())
+        """Return the optimizer's state as checkpoints hold it (optimizer_state.optimizer_tensors); all take part."""
+        return optimizer_state.optimizer_tensors(self._torch_optimizer(), self.parameters.items())
 
     def load(self, weights: Tensors, optimizer: Tensors) -> None:
         """Continue from a checkpoint's tensors."""
         self._load_weights(weights)
-        checkpoint.load_optimizer_tensors(self._torch_optimizer(), list(self.parameters.items()), optimizer)
+        optimizer_state.load_optimizer_tensors(self._torch_optimizer(), list(self.parameters.items()), optimizer)
 
     def _load_weights(self, weights: Tensors) -> None:
         with torch.no_grad():

@@ -94,7 +94,7 @@ def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
     run.epochs_planned = _whole(settings, "training", "epochs")
     lines: list[dict[str, Any]] = []
     if metrics.is_file():
-        for line in read_metrics(metrics):
+        for line in read_metrics(metrics, warn):
             while lines and lines[-1]["step"] > line["step"]:  # written again after a resume from further back
                 lines.pop()
             lines.append(line)

@@ -8,14 +8,15 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lm_pcfg.corpus.pieces import AnyVocabulary, load_vocabulary
+from lm_pcfg.console import warn
+from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.computation import EXACT
 from lm_pcfg.grammar.families import family_of
 from lm_pcfg.grammar.likelihood import perplexity
 from lm_pcfg.settings import Settings
-from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
+from lm_pcfg.training.documents import open_settings, open_vocabulary
 
 Weights = Literal["auto", "ema", "raw"]
 
@@ -43,7 +44,6 @@ def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = 
 
     It changes no setting of the process: a command calls `prepare_cpu` itself.
     """
-    run_folder, folder = checkpoint.resolve_checkpoint(path)
     if weights not in get_args(Weights):
         raise UserError(f"unknown weights {weights!r}: use {', '.join(get_args(Weights))}")
     if device not in ("auto", "cpu", "cuda"):
@@ -52,13 +52,13 @@ def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda was asked for, but PyTorch sees no GPU; use --device cpu")
-    loaded = checkpoint.load(folder, with_optimizer=False)
-    if not (run_folder / "config.yaml").exists():
-        raise UserError(f"{folder} is not in a run folder: {run_folder} has no config.yaml; copy the whole run")
-    settings = load_settings(run_folder / "config.yaml")
-    vocabulary = load_vocabulary(run_folder / "vocab")
-    if loaded.state["vocabulary_hash"] != vocabulary.hash:
-        raise UserError(f"{folder} was trained with another vocabulary than {run_folder / 'vocab'} holds")
+
+    def read(folder: Path) -> tuple[checkpoint.Loaded, Settings, AnyVocabulary]:
+        loaded = checkpoint.load(folder, with_optimizer=False)
+        return loaded, open_settings(folder, warn), open_vocabulary(folder, warn)
+
+    loaded, settings, vocabulary = checkpoint.with_chosen(path, read)
+    folder = loaded.folder
     family = family_of(settings.model)
     family.check_memory(settings.model, len(vocabulary), device)
     with torch.random.fork_rng(devices=[]):  # PyTorch's modules draw their first weights from the caller's generator
@@ -67,7 +67,7 @@ def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = 
         model.load_state_dict(loaded.weights(weights))
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{folder} does not fit {run_folder / 'config.yaml'}: {reason[:300]}") from None
+        raise UserError(f"{folder} does not fit its settings: {reason[:300]}") from None
     with torch.no_grad():
         grammar = model.to(device)(EXACT)
     return TrainedGrammar(
@@ -85,7 +85,7 @@ def describe(trained: TrainedGrammar) -> dict[str, Any]:
         "checkpoint": str(trained.checkpoint),
         "weights": trained.weights,
         "step": state["step"],
-        "epoch": state["epoch"],
+        "epoch": state.get("epoch"),
         "best_validation_ppl": perplexity(best) if best is not None else None,
         "best_step": state.get("best_step"),
         "best_validation_s_f1": state.get("best_s_f1"),

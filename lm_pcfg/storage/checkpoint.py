@@ -1,44 +1,48 @@
 """Checkpoints of a run: complete or absent, checked before use, and free of pickle.
 
     runs/<name>/checkpoints/step-00001234/   model.safetensors  optimizer.safetensors  [ema.safetensors]  state.json
+                                             config.yaml  vocab/
     runs/<name>/best -> checkpoints/step-00001234
 
 A folder named step-N is complete: it was written under a temporary name, fsynced, and renamed. The hashes in state.json
-tell if a disk damages it later. Randomness derives from (seed, step, rank), so no generator state is kept. Optimizer
-state is kept by parameter name, so a checkpoint opens at any world size and with any engine.
+tell if a disk damages it later. It can be used alone: it has its settings and its vocabulary (those of earlier versions
+have not, and need the run they are in). Randomness derives from (seed, step, rank), so no generator state is kept.
+Optimizer state is kept by parameter name, so a checkpoint opens at any world size and with any engine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lm_pcfg.console import warn
 from lm_pcfg.errors import UserError
 from lm_pcfg.storage import durable
+from lm_pcfg.storage.state_file import FORMAT, CheckpointError, read_state, state_bytes
 
-FORMAT = 1
+T = TypeVar("T")
+
 MODEL, OPTIMIZER, EMA, STATE = "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json"
 
+CONFIG, VOCABULARY = "config.yaml", "vocab"  # a file and a folder, in a checkpoint as in a run
+
+_TENSORS = ".safetensors"
+_TRIES = 5
 _STEP_NAME = re.compile(r"step-(\d+)")
 _one_save_at_a_time = threading.Lock()
-
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be written, found or trusted; the message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,11 @@ def save(
     optimizer: dict[str, Tensor],
     ema: dict[str, Tensor] | None,
     state: dict[str, Any],
+    documents: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write checkpoints/step-N and return it. On any failure nothing changes: earlier checkpoints stay as they were.
+
+    documents: other files by their names, which may have a folder: the settings, the vocabulary.
 
     `state` must be standard JSON (None rather than NaN); `format`, `files` and `step` are filled in here.
     A step that was saved before is replaced; at every moment either the old or the new one is there.
@@ -83,26 +90,35 @@ def save(
         raise ValueError(f"state is of step {state['step']}, but step {step} is saved")
     with _one_save_at_a_time:
         try:
-            checkpoints.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(checkpoints)
             durable.remove_leftovers(checkpoints)
             temporary.mkdir()
             files = {}
             for name, tensors in tensor_files.items():
                 save_file(_independent_cpu_tensors(tensors), temporary / name)
+                # safetensors lets nobody else read its files; these are as readable as the folder.
+                (temporary / name).chmod(temporary.stat().st_mode & 0o666)
                 durable.fsync(temporary / name)
                 files[name] = {"sha256": _sha256(temporary / name), "size": (temporary / name).stat().st_size}
-            content = {**state, "step": step, "format": FORMAT, "files": files}
-            (temporary / STATE).write_bytes(_state_bytes(content))
-            durable.fsync(temporary / STATE)
-            durable.fsync(temporary)
+            for name, content in (documents or {}).items():
+                _write(temporary / name, content)
+                files[name] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+            _write(temporary / STATE, state_bytes({**state, "step": step, "format": FORMAT, "files": files}))
+            for folder in {(temporary / name).parent for name in files}:
+                durable.fsync(folder)
             durable.put_in_place(temporary, final)
-            durable.fsync(run_folder)  # which may have just got its folder `checkpoints`
         except (OSError, SafetensorError, TypeError, ValueError) as error:
-            raise CheckpointError(f"cannot write checkpoint {final}: {_reason(error)}") from error
+            raise CheckpointError(f"cannot write checkpoint {final}: {durable.reason(error)}") from error
         finally:
             # Not there after a success, unless an older step-N was swapped out into this name.
             shutil.rmtree(temporary, ignore_errors=True)
     return final
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    durable.fsync(path)
 
 
 def _independent_cpu_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -118,55 +134,22 @@ def _independent_cpu_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return independent
 
 
-def _state_bytes(content: dict[str, Any]) -> bytes:
-    """Format the state, with a `checksum` of its own: this file holds the hashes of the others."""
-    unsigned = {key: value for key, value in content.items() if key != "checksum"}
-    content = json.loads(json.dumps(unsigned, allow_nan=False))  # as it will be read: keys are strings, no tuples
-    content["checksum"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return (json.dumps(content, indent=2) + "\n").encode()
-
-
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with durable.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _reason(error: BaseException) -> str:
-    """Return one line that says why; if safetensors wraps an I/O error, the system's own words."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if match := re.search(r"I/O error: (.+?)(?: \(os error \d+\))?$", str(error)):
-        return match[1]
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
 def verify(folder: Path, *, only: set[str] | None = None) -> dict[str, Any]:
-    """Check size and hash of every file (or of `only` these) and return the state; an error names what is wrong."""
-    path = folder / STATE
-    try:
-        written = path.read_bytes()
-    except OSError as error:
-        what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {_reason(error)}"
-        raise CheckpointError(f"{path} {what}") from error
-    try:
-        state = json.loads(written)
-    except ValueError as error:  # also UnicodeDecodeError
-        raise CheckpointError(f"{path} is truncated or damaged: not JSON ({_reason(error)})") from error
-    if not isinstance(state, dict) or "format" not in state:
-        raise CheckpointError(f"{path} is not the state of a checkpoint: no format version in it")
-    if state["format"] != FORMAT:
-        raise CheckpointError(f"{path} has the unknown format {state['format']!r}; this version reads format {FORMAT}")
-    try:
-        intact = written == _state_bytes(state)
-    except ValueError:  # NaN, which Python reads but save never writes
-        intact = False
-    if not intact:
-        raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
+    """Check size and hash of every file (of the tensor files: of `only` these) and return the state.
+
+    An error names what is wrong.
+    """
+    state = read_state(folder / STATE)
     for name, expected in state["files"].items():
-        if only is None or name in only:
+        if only is None or name in only or not name.endswith(_TENSORS):
             _verify_file(folder / name, size=expected["size"], sha256=expected["sha256"])
     return state
 
@@ -182,7 +165,7 @@ def _verify_file(path: Path, size: int, sha256: str) -> None:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {durable.reason(error)}") from error
 
 
 def load(folder: Path, *, device: str | torch.device = "cpu", with_optimizer: bool) -> Loaded:
@@ -194,7 +177,11 @@ def load(folder: Path, *, device: str | torch.device = "cpu", with_optimizer: bo
         try:
             tensors[name] = load_file(folder / name, device=str(device))
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {_reason(error)}") from error
+            raise CheckpointError(f"{folder / name} cannot be read: {durable.reason(error)}") from error
+        except RuntimeError as error:  # that a file was deleted a moment ago, or that the device has no memory left
+            if (folder / name).exists():
+                raise
+            raise CheckpointError(f"{folder / name} is missing") from error
     for name in wanted - {EMA}:
         if name not in tensors:
             raise CheckpointError(f"{folder / name} is missing: the checkpoint was written without it")
@@ -259,6 +246,7 @@ def point_best(run_folder: Path, checkpoint: Path) -> None:
     if checkpoint.resolve().parent != (run_folder / "checkpoints").resolve():
         raise ValueError(f"{checkpoint} is no checkpoint of {run_folder}")
     link, new_link = run_folder / "best", durable.temporary_name(run_folder / "best")
+    _tell_if_dangling(run_folder, f"it is replaced by {checkpoint.name}")
     try:
         if link.is_dir() and not link.is_symlink():  # a copy made by a tool that follows links, such as scp -r
             durable.delete(link)
@@ -268,7 +256,7 @@ def point_best(run_folder: Path, checkpoint: Path) -> None:
         durable.fsync(run_folder)
     except OSError as error:
         new_link.unlink(missing_ok=True)
-        raise CheckpointError(f"cannot point {link} to {checkpoint.name}: {_reason(error)}") from error
+        raise CheckpointError(f"cannot point {link} to {checkpoint.name}: {durable.reason(error)}") from error
 
 
 def repair_best(run_folder: Path, step: int | None) -> None:
@@ -276,14 +264,31 @@ def repair_best(run_folder: Path, step: int | None) -> None:
     for saved in list_checkpoints(run_folder):
         if step_of(saved) == step:
             point_best(run_folder, saved)
+            return
+    _tell_if_dangling(run_folder, "it stays so until an evaluation is better")
 
 
 def best(run_folder: Path) -> Path | None:
+    """Return the checkpoint that `best` points to; None if it points nowhere, or out of the run."""
     link = run_folder / "best"
     if link.is_symlink():
         target = run_folder / os.readlink(link)
-        return target if target.is_dir() else None
+        inside = target.resolve().parent == (run_folder / "checkpoints").resolve()
+        return target if inside and target.is_dir() else None
     return link if link.is_dir() else None
+
+
+def dangling_best(run_folder: Path) -> str | None:
+    """Say that the link `best` leads to no checkpoint of this run; None: it does, or there is none."""
+    link = run_folder / "best"
+    if not link.is_symlink() or best(run_folder) is not None:
+        return None
+    return f"{link} points to {os.readlink(link)}, which is no checkpoint of this run"
+
+
+def _tell_if_dangling(run_folder: Path, consequence: str) -> None:
+    if problem := dangling_best(run_folder):
+        warn(f"{problem}: {consequence}")
 
 
 def prune(run_folder: Path, keep_last: int, keep: Iterable[Path] = (), upto: int | None = None) -> None:
@@ -301,7 +306,7 @@ def prune(run_folder: Path, keep_last: int, keep: Iterable[Path] = (), upto: int
             try:
                 durable.delete(folder)
             except OSError as error:
-                raise CheckpointError(f"cannot delete checkpoint {folder}: {_reason(error)}") from error
+                raise CheckpointError(f"cannot delete checkpoint {folder}: {durable.reason(error)}") from error
 
 
 def resolve_checkpoint(
@@ -316,7 +321,7 @@ def resolve_checkpoint(
         folders = [folder for folder in runs.iterdir() if folder.is_dir()] if runs.is_dir() else []
         if not folders:
             raise CheckpointError(f"no run under {runs}/: {ways_out}")
-        newest = {run: checkpoint.stat().st_mtime for run in folders if (checkpoint := latest(run))}
+        newest = {run: _identity(checkpoint)[1] for run in folders if (checkpoint := latest(run))}
         if not newest:
             raise CheckpointError(f"no run under {runs}/ has a checkpoint yet: {ways_out}")
         path = max(newest, key=lambda run: newest[run])
@@ -325,6 +330,7 @@ def resolve_checkpoint(
         raise CheckpointError(f"{path} {what}: name a run or checkpoint folder with {named_by}")
     if (path / STATE).exists() or _STEP_NAME.fullmatch(path.resolve().name):
         return run_folder_of(path.resolve()), path.resolve()
+    _tell_if_dangling(path, "the newest is used")
     checkpoint = best(path) or latest(path)
     if checkpoint is not None:
         return path.resolve(), checkpoint.resolve()
@@ -333,70 +339,33 @@ def resolve_checkpoint(
     raise CheckpointError(f"{path} is neither a run nor a checkpoint folder: {ways_out}")
 
 
+def with_chosen(path: Path | None, use: Callable[[Path], T]) -> T:
+    """Use the checkpoint that resolve_checkpoint finds; if a training deletes it meanwhile, choose again."""
+    for _ in range(_TRIES):
+        _, folder = resolve_checkpoint(path)
+        before = _identity(folder)
+        try:
+            return use(folder)
+        except (UserError, OSError):
+            if _identity(folder) == before:
+                raise
+    raise CheckpointError(
+        f"{path or 'runs/'}: a training replaces its checkpoints faster than they are read; try again"
+    )
+
+
+def _identity(folder: Path) -> tuple[int, float]:
+    """Tell a folder from another that takes its name: its inode and time; (0, 0) if there is none."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return 0, 0.0
+    return status.st_ino, status.st_mtime
+
+
 def run_folder_of(checkpoint: Path) -> Path:
     """Return the folder of the run that a checkpoint folder belongs to, resolved."""
     checkpoint = checkpoint.resolve()
     if checkpoint.name == "best":  # a real folder, copied by a tool that follows links: it lies in the run itself
         return checkpoint.parent
-    return checkpoint.parents[1]
-
-
-# -------------------------------------------------------------------------------------------------- optimizer state
-
-
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Return the state of Adam or AdamW by parameter name: `exp_avg/<name>`, `exp_avg_sq/<name>`, `step/<name>`.
-
-    A parameter that was never updated has only `step/<name>` = 0. The tensors are the optimizer's own, not copies.
-    """
-    tensors = {}
-    for name, parameter, _ in _optimized(optimizer, named_parameters):
-        state = optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            tensors[f"{key}/{name}"] = torch.as_tensor(value, dtype=torch.float32) if key == "step" else value
-        tensors.setdefault(f"step/{name}", torch.zeros((), dtype=torch.float32))
-    return tensors
-
-
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]], tensors: dict[str, Tensor]
-) -> None:
-    """Load what optimizer_tensors returned, bit for bit; on a mismatch the optimizer is left as it was."""
-    remaining = dict(tensors)
-    new_state: dict[Tensor, dict[str, Tensor]] = {}
-    for name, parameter, group in _optimized(optimizer, named_parameters):
-
-        def take(key: str, shape: torch.Size, name: str = name) -> Tensor:
-            tensor = remaining.pop(f"{key}/{name}", None)
-            if tensor is None:
-                raise CheckpointError(f"optimizer state {key}/{name} is missing in the checkpoint")
-            if tensor.shape != shape:
-                expected = f"{list(tensor.shape)}, but {name} needs {list(shape)}"
-                raise CheckpointError(f"optimizer state {key}/{name} has shape {expected}")
-            return tensor
-
-        step = take("step", torch.Size())
-        new_state[parameter] = {}
-        if f"exp_avg/{name}" not in remaining and step.item() == 0:  # never updated
-            continue
-        # As Adam itself places it: the step of a fused or capturable optimizer is read by a kernel.
-        on_device = group.get("capturable") or group.get("fused")
-        new_state[parameter]["step"] = step.to(parameter.device if on_device else "cpu", torch.float32, copy=True)
-        for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ())):
-            new_state[parameter][key] = torch.empty_like(parameter).copy_(take(key, parameter.shape))
-    if remaining:
-        raise CheckpointError(f"optimizer state {min(remaining)} in the checkpoint belongs to no parameter")
-    optimizer.state.update(new_state)
-
-
-def _optimized(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]]
-) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    """Return (name, parameter, its group) of all that the optimizer updates, in the order of the names."""
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    named = [(name, parameter, groups.pop(parameter)) for name, parameter in named_parameters if parameter in groups]
-    if groups:
-        raise ValueError(f"{len(groups)} parameters of the optimizer have no name in the model")
-    return named
+    return checkpoint.parent.parent

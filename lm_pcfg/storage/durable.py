@@ -1,7 +1,9 @@
-"""Folders that are complete or absent: written under a temporary name, fsynced, then renamed; deleted the other way.
+"""Files and folders that are complete or absent, and still there after a power cut.
 
-A temporary name tells the purpose and the owner of a folder, `.<purpose>-<name>.<host>.<pid>`, so that a later process
-can distinguish the work of a living process from what a dead one left behind.
+They are written under a temporary name, fsynced and renamed, and the folder that has the name is fsynced; folders are
+deleted the other way. A temporary name tells its owner, `.<purpose>-<name>.<host>.<pid>` of a folder or a link,
+`<name>.<random>.<host>.<pid>.tmp` of a file, so that a later process can distinguish the work of a living process from
+what a dead one left behind. What is read from elsewhere is a regular file of a size that was expected.
 """
 
 from __future__ import annotations
@@ -9,15 +11,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import os
 import re
 import shutil
 import socket
+import stat
 import time
 import uuid
 from pathlib import Path
 
-_TEMPORARY_NAME = re.compile(r"\.(writing|replaced|deleted)-(.+)\.([^.]+)\.(\d+)")
+_OWNER = r"\.(?P<host>[^.]+)\.(?P<pid>\d+)"
+_TEMPORARY_NAME = re.compile(rf"\.(?P<purpose>writing|replaced|deleted)-(?P<name>.+){_OWNER}")
+_TEMPORARY_FILE = re.compile(rf".+\.[0-9a-f]{{32}}(?:{_OWNER})?\.tmp")  # those of earlier versions have no owner
 # Whether a process on another host lives cannot be asked; a folder untouched for this long is taken for abandoned.
 _ABANDONED_AFTER_SECONDS = 3600.0
 
@@ -55,22 +61,33 @@ def delete(folder: Path) -> None:
 def remove_leftovers(parent: Path) -> None:
     """Finish what dead processes began here: put back what they had set aside, delete what they had not completed."""
     for entry in parent.iterdir():
-        match = _TEMPORARY_NAME.fullmatch(entry.name)
+        match = _TEMPORARY_NAME.fullmatch(entry.name) or _TEMPORARY_FILE.fullmatch(entry.name)
         if match is None:
             continue
+        found = match.groupdict()
         with contextlib.suppress(FileNotFoundError):  # another rank was quicker
-            if _owner_may_live(entry, host=match[3], pid=int(match[4])):
+            if _owner_may_live(entry, host=found["host"] or "", pid=int(found["pid"] or 0)):
                 continue
-            original = entry.with_name(match[2])
-            if match[1] == "replaced" and not os.path.lexists(original):
-                os.replace(entry, original)
-            else:
+            if found.get("purpose") == "replaced" and not os.path.lexists(entry.with_name(found["name"])):
+                os.replace(entry, entry.with_name(found["name"]))
+            elif entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)  # one that resists costs space only, and is tried again
+            else:
+                entry.unlink()
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, if they are not there, durably."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in {folder, *new}:  # the folder itself even if it is there: who made it may not have got so far
+        fsync(path.parent)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file that is complete or absent: under a temporary name first, then renamed."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # process ids repeat on other hosts
+    """Write a file that is complete or absent, and there after a power cut."""
+    # Process ids repeat in containers, and threads share one: the random part keeps writers apart.
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.{_host()}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as handle:
             handle.write(content)
@@ -80,10 +97,42 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    fsync(path.parent)
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """Read a file of at most so many bytes; others are refused before they are read."""
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes are too many", str(path))
+        return file.read(most)
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file to read it. Devices, which may have no end, and pipes, which may never begin, are refused."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for its writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def reason(error: BaseException) -> str:
+    """Return one line that says why; if a library wraps an I/O error, the system's own words."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if match := re.search(r"I/O error: (.+?)(?: \(os error \d+\))?$", str(error)):
+        return match[1]
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        if path.is_dir():  # one may write into a folder that one may not list
+            return
+        raise
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -110,12 +159,12 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _owner_may_live(entry: Path, host: str, pid: int) -> bool:
     if host != _host():
-        return time.time() - entry.stat().st_mtime < _ABANDONED_AFTER_SECONDS
+        return time.time() - entry.lstat().st_mtime < _ABANDONED_AFTER_SECONDS
     if pid == os.getpid():  # callers work one at a time, so an earlier process left it (in a container all are pid 1)
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # the second: a number that no process can have
         return False
     except PermissionError:
         return True  # it lives, and is another user's

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,11 @@ from typing import IO, Protocol
 from lm_pcfg.console import warn
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
-from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage import checkpoint, durable
 from lm_pcfg.storage.durable import replace_file
+
+LAST_CHECKPOINT = "last_checkpoint"
+_LARGEST_NOTE = 1 << 16  # bytes of a file of one line
 
 
 class Vocabulary(Protocol):
@@ -38,7 +42,29 @@ class Start:
         """
         if not self.continued:
             return self.given
-        return checkpoint.find_resumable(self.folder, warn) or _started_from(self.folder)
+        if own := checkpoint.find_resumable(self.folder, warn):
+            return own
+        if had_checkpoint(self.folder):
+            raise UserError(f"{none_left(self.folder)}, or start over with another name=...")
+        return _started_from(self.folder)
+
+    def still_right(self) -> bool:
+        """Look again, once the folder is claimed: no other training has made it its own since it was chosen."""
+        if self.continued:
+            return True
+        if self.given is not None and checkpoint.run_folder_of(self.given) == self.folder.resolve():
+            newest = checkpoint.latest(self.folder)
+            return newest is not None and newest.resolve() == self.given
+        return not _is_run(self.folder)
+
+
+def claim_start(settings: Settings, launcher: str) -> tuple[Start, RunFolder]:
+    """Choose by the setting `resume`, as `choose_start` does, and keep other trainings out of the folder."""
+    while True:
+        start = choose_start(settings, launcher)
+        folder = RunFolder(start.folder, launcher)
+        if folder.claim(start.still_right):
+            return start, folder
 
 
 def choose_start(settings: Settings, launcher: str) -> Start:
@@ -71,14 +97,48 @@ def choose_start(settings: Settings, launcher: str) -> Start:
     return Start(_unused(folder), source)
 
 
+def remember_checkpoint(folder: Path, saved: Path) -> None:
+    """Note beside the checkpoints which was written last, for the day on which they are gone."""
+    try:
+        replace_file(folder / LAST_CHECKPOINT, f"{saved.name}\n".encode())
+    except OSError as error:
+        raise UserError(f"cannot write checkpoint {saved.name} into {LAST_CHECKPOINT}: {error.strerror}") from error
+
+
+def had_checkpoint(folder: Path) -> bool:
+    """Whether a run ever had a checkpoint. `best`: runs of earlier versions have no note."""
+    return any(os.path.lexists(folder / name) for name in (LAST_CHECKPOINT, "best"))
+
+
 def _started_from(folder: Path) -> Path | None:
     """Find the checkpoint of another run that this one began with, if it was stopped before it had any of its own."""
     file = folder / "started_from"
     if not file.exists():
         return None
-    source = Path(file.read_text(encoding="utf-8").strip())
-    checkpoint.verify(source)
-    return source
+    text = _note(file)
+    if not text:
+        raise UserError(f"{file} is damaged: it should name a checkpoint; start over with resume=PATH and another name")
+    checkpoint.verify(Path(text))
+    return Path(text)
+
+
+def none_left(folder: Path) -> str:
+    return f"{folder} has had checkpoints, and none is left: bring {folder / 'checkpoints'} back from a copy"
+
+
+def damaged_notes(folder: Path) -> list[str]:
+    """Say which of the small files of a run cannot be read."""
+    files = [folder / name for name in ("mlflow_run_id", "started_from", LAST_CHECKPOINT)]
+    return [f"{file} is damaged" for file in files if os.path.lexists(file) and not _note(file)]
+
+
+def _note(file: Path) -> str:
+    """Return the line of a small file; nothing if it is damaged."""
+    try:
+        text = os.fsdecode(durable.read_file(file, _LARGEST_NOTE)).removesuffix("\n")
+    except OSError:
+        return ""
+    return text if text.isprintable() else ""
 
 
 def _unused(folder: Path) -> Path:
@@ -92,11 +152,20 @@ def _series(folder: Path) -> Iterator[Path]:
 
 def _launched_by(folder: Path) -> str:
     lock = folder / ".lock"
-    return lock.read_text() if lock.exists() else ""
+    return _note(lock) if lock.exists() else ""
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / part).exists() for part in ("config.yaml", "checkpoints"))
+    parts = ("config.yaml", "checkpoints", "metrics.jsonl", LAST_CHECKPOINT)
+    return any((folder / part).exists() for part in parts)
+
+
+def _lock(file: IO[str]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # some cluster file systems
+            raise
 
 
 class RunFolder:
@@ -107,22 +176,35 @@ class RunFolder:
         self.path, self._launcher = folder, launcher
         self._lock: IO[str] | None = None
 
-    def claim(self) -> None:
-        """Keep a second training out of the folder until `release`, or the end of this process."""
+    def claim(self, is_right: Callable[[], bool] = lambda: True) -> bool:
+        """Keep a second training out of the folder until `release`, or the end of this process.
+
+        is_right is asked under the lock: False lets the folder go again, and is returned.
+        """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(self.path)
             self._lock = (self.path / ".lock").open("a")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._lock)
+            if not is_right():
+                self.release()
+                return False
             self._lock.truncate(0)
             self._lock.write(self._launcher)
             self._lock.flush()
+            self._sweep()
         except BlockingIOError:
             self._lock = None
             raise UserError(f"{self.path} is in use by another training; give this one another name=...") from None
         except OSError as error:
-            if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # some cluster file systems
-                return
             raise UserError(f"cannot write to {self.path}: {error.strerror}; set runs_folder=...") from None
+        return True
+
+    def _sweep(self) -> None:
+        """Remove what processes left here that were killed while they wrote."""
+        for folder in (self.path, self.path / "vocab", self.path / "checkpoints"):
+            if folder.is_dir():
+                durable.remove_leftovers(folder)
+        (self.path / ".metrics.jsonl.new").unlink(missing_ok=True)  # of an earlier version
 
     def release(self) -> None:
         if self._lock is not None:
@@ -141,21 +223,29 @@ class RunFolder:
         config: the settings as YAML; source: the checkpoint it continues from
         """
         with self.writing():
-            if source is not None and checkpoint.run_folder_of(source) != self.path.resolve():
-                (self.path / "started_from").write_text(f"{source.resolve()}\n", encoding="utf-8")
-            vocabulary.save(self.path / "vocab")
-            replace_file(self.path / "config.yaml", config.encode())  # checkpoints need it to be opened
+            if source is None:
+                (self.path / "started_from").unlink(missing_ok=True)
+            elif checkpoint.run_folder_of(source) != self.path.resolve():
+                replace_file(self.path / "started_from", os.fsencode(source.resolve()) + b"\n")
             (self.path / "FINISHED").unlink(missing_ok=True)
+            vocabulary.save(self.path / "vocab")
+            replace_file(self.path / "config.yaml", config.encode())
 
     @property
     def tracking_id(self) -> str | None:
         file = self.path / "mlflow_run_id"
-        return file.read_text().strip() if file.exists() else None
+        if not file.exists():
+            return None
+        run_id = _note(file)
+        if not re.fullmatch(r"[0-9A-Za-z_-]+", run_id):
+            warn(f"{file} is damaged: a new MLflow run begins")
+            return None
+        return run_id
 
     def remember_tracking_id(self, run_id: str) -> None:
-        (self.path / "mlflow_run_id").write_text(run_id + "\n")
+        replace_file(self.path / "mlflow_run_id", f"{run_id}\n".encode())
 
     def mark_finished(self, finished: bool, reason: str) -> None:
         if finished:
             with self.writing():
-                (self.path / "FINISHED").write_text(reason + "\n")
+                replace_file(self.path / "FINISHED", f"{reason}\n".encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lm_pcfg.errors import UserError
-from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage import checkpoint, run_folder
+from lm_pcfg.storage.metrics_file import MetricsFile
 
 Tensors = dict[str, Tensor]
 
@@ -18,8 +20,12 @@ Tensors = dict[str, Tensor]
 class Saver:
     """Writes checkpoints on the main process. `failed`: a write failed, and the next `start` or `wait` raises it."""
 
-    def __init__(self, run_folder: Path, keep_last: int):
-        self.run_folder, self.keep_last = run_folder, keep_last
+    def __init__(self, run_folder: Path, keep_last: int, documents: Mapping[str, bytes], metrics: MetricsFile):
+        """documents: what every checkpoint carries besides tensors: the settings, the vocabulary.
+
+        metrics: the lines so far are durable before a checkpoint that counts them.
+        """
+        self.run_folder, self.keep_last, self.documents, self.metrics = run_folder, keep_last, documents, metrics
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -29,6 +35,7 @@ class Saver:
         tensors: model, optimizer, ema; best_steps: the steps whose checkpoints are kept, the best first.
         """
         self.wait()
+        state = {**state, "metrics": self.metrics.mark()}
         copies = {name: None if part is None else _copied(part) for name, part in tensors.items()}
         # Not a daemon: the interpreter waits for it, so that a run that ends for another reason still has it.
         self._writing = threading.Thread(target=self._write, args=(copies, state, best_steps), name="checkpoint")
@@ -48,7 +55,9 @@ class Saver:
 
     def _write(self, copies: dict[str, Any], state: dict[str, Any], best_steps: list[int]) -> None:
         try:
-            saved = checkpoint.save(self.run_folder, state["step"], state=state, **copies)
+            self.metrics.sync()
+            saved = checkpoint.save(self.run_folder, state["step"], state=state, documents=self.documents, **copies)
+            run_folder.remember_checkpoint(self.run_folder, saved)
             if best_steps[:1] == [state["step"]]:
                 checkpoint.point_best(self.run_folder, saved)
             there = checkpoint.list_checkpoints(self.run_folder)
@@ -73,8 +82,10 @@ def _copied(tensors: Tensors) -> Tensors:
 def load_fitting(folder: Path, model: torch.nn.Module, vocabulary_hash: str, device: torch.device) -> checkpoint.Loaded:
     """Load a checkpoint with its optimizer state; refuse that of another model or another vocabulary."""
     loaded = checkpoint.load(folder, device=device, with_optimizer=True)
-    if loaded.state["vocabulary_hash"] != vocabulary_hash:
-        raise UserError(f"{folder} was trained with another vocabulary than its run's folder vocab/ holds")
+    if missing := [name for name in ("window", "data") if loaded.state.get(name) is None]:
+        raise UserError(f"{folder / checkpoint.STATE} does not say where the training stood: no {missing[0]!r} in it")
+    if loaded.state.get("vocabulary_hash") != vocabulary_hash:
+        raise UserError(f"{folder} was trained with another vocabulary than this run has")
     if mismatch := _mismatch(model, loaded.model):
         way_out = "continue with those of its config.yaml, or start another run with name=..."
         raise UserError(f"{folder} does not fit the settings of `model`: {mismatch}; {way_out}")

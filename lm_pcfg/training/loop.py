@@ -10,7 +10,6 @@ from typing import Any
 
 from lm_pcfg.console import Progress, duration, progress, say, warn
 from lm_pcfg.corpus import opening
-from lm_pcfg.corpus.pieces import load_vocabulary
 from lm_pcfg.distributed import launcher
 from lm_pcfg.distributed.collectives import lost_contact_reported
 from lm_pcfg.distributed.engine import Engine
@@ -21,8 +20,9 @@ from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import MetricsFile
-from lm_pcfg.storage.run_folder import RunFolder, choose_start
+from lm_pcfg.storage.run_folder import RunFolder, Start, claim_start
 from lm_pcfg.storage.saving import Saver, load_fitting
+from lm_pcfg.training.documents import documents, open_vocabulary
 from lm_pcfg.training.evaluation import evaluate, is_due
 from lm_pcfg.training.mlflow_run import Status
 from lm_pcfg.training.position import Window
@@ -44,18 +44,22 @@ def train(settings: Settings) -> Path:
     with lost_contact_reported():
         engine = Engine(settings)  # until all have met, a signal ends this process at once
     with StopSignals() as stop, lost_contact_reported(), ExitStack() as at_end:
-        start = engine.on_main(lambda: choose_start(settings, launcher.identity()))
+
+        def choose() -> Start:
+            start, claimed = claim_start(settings, launcher.identity())
+            at_end.callback(claimed.release)
+            return start
+
+        start = engine.on_main(choose)
         folder = RunFolder(start.folder, launcher.identity())
-        engine.on_main(folder.claim)
-        at_end.callback(folder.release)
         source = engine.on_main(lambda: start.find_checkpoint(warn))
         vocabulary = None
         if source is not None:
-            vocabulary = engine.on_all(lambda: load_vocabulary(checkpoint.run_folder_of(source) / "vocab"))
+            tell = warn if engine.is_main else _nothing
+            vocabulary = engine.on_all(lambda: open_vocabulary(source, tell))
         steps = Steps(settings, engine, vocabulary)
         same_run = source is not None and checkpoint.run_folder_of(source) == start.folder.resolve()
-        if source is not None:
-            restore(steps, source, same_run=same_run)
+        continued = restore(steps, source, same_run=same_run) if source is not None else None
         engine.on_main(lambda: folder.begin(dump_yaml(settings), steps.corpora.vocabulary, source))
         description = engine.describe()
         if engine.is_main:
@@ -63,13 +67,17 @@ def train(settings: Settings) -> Path:
             shards = steps.computation.shards
             emission = f", emission in {shards.count} shards" if shards is not None else ""
             say(f"run {start.folder}{where}: {description}{emission}")
-        Trainer(steps, folder, stop, saved_step=steps.position.step if same_run else 0).run()
+        Trainer(steps, folder, stop, continued if same_run else None).run()
         engine.close_at_exit()
     return start.folder
 
 
-def restore(steps: Steps, source: Path, *, same_run: bool) -> None:
-    """Continue from a checkpoint; a run that starts from another run's has no best of its own yet."""
+def _nothing(message: str) -> None:
+    """What other processes say: the main one says the same."""
+
+
+def restore(steps: Steps, source: Path, *, same_run: bool) -> dict[str, Any]:
+    """Continue from a checkpoint, and return its state; a run that starts from another run's has no best yet."""
     engine, vocabulary = steps.engine, steps.corpora.vocabulary
     loaded = engine.on_all(lambda: load_fitting(source, steps.skeleton, vocabulary.hash, engine.device))
     steps.restore(loaded)
@@ -82,21 +90,23 @@ def restore(steps: Steps, source: Path, *, same_run: bool) -> None:
         engine.on_main(lambda: checkpoint.repair_best(checkpoint.run_folder_of(source), steps.position.best_step))
     else:
         steps.position.forget_best()
+    return loaded.state
 
 
 class Trainer:
     """Makes the steps, evaluates, writes metrics and checkpoints into a run folder, and decides when to end."""
 
-    def __init__(self, steps: Steps, folder: RunFolder, stop: StopSignals, saved_step: int = 0):
-        """saved_step: the step of the run's own checkpoint that it continues from; 0 if there is none."""
+    def __init__(self, steps: Steps, folder: RunFolder, stop: StopSignals, continued: dict[str, Any] | None = None):
+        """continued: the state of the run's own checkpoint that it continues from; None if there is none."""
         self.steps, self.settings, self.engine, self.corpora = steps, steps.settings, steps.engine, steps.corpora
         self.position = steps.position
         self.folder, self.stop = folder, stop
         self.metrics = MetricsFile(folder.path / "metrics.jsonl", warn)
-        self.saver = Saver(folder.path, self.settings.checkpoint.keep_last)
+        carried = documents(self.settings, self.corpora.vocabulary)
+        self.saver = Saver(folder.path, self.settings.checkpoint.keep_last, carried, self.metrics)
         self.stop_flag = StopFlag(stop, self.engine)
         self.tracker = track(self.settings, folder, self.corpora.vocabulary, self.engine.is_main)
-        self._saved_step = saved_step
+        self._continued, self._saved_step = continued, continued["step"] if continued else 0
         self._skipped_reported = self.position.skipped
         self._clock = time.perf_counter()  # up to here the seconds of training are counted
 
@@ -125,7 +135,10 @@ class Trainer:
 
     def _begin(self) -> None:
         with self.folder.writing():
-            self.metrics.truncate_after(self.position.step)
+            if self._continued is not None:
+                self.metrics.truncate_after(self.position.step, self._continued.get("metrics"))
+            elif (beside := self.metrics.set_aside()) is not None:
+                say(f"{self.folder.path} was stopped before its first checkpoint: its metrics are now {beside.name}")
         say(opening.describe("train", self.corpora.train))
         if self.corpora.valid is not None:
             say(opening.describe("valid", self.corpora.valid))

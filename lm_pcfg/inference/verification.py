@@ -1,0 +1,94 @@
+"""Check everything that a run, a checkpoint or a prepared corpus is made of, and say what is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lm_pcfg.corpus.pieces import load_vocabulary
+from lm_pcfg.corpus.shards import prepared
+from lm_pcfg.errors import UserError
+from lm_pcfg.settings_file import load_settings
+from lm_pcfg.storage import checkpoint, run_folder
+from lm_pcfg.storage.metrics_file import check_metrics
+from lm_pcfg.training.documents import open_settings, open_vocabulary
+
+
+@dataclass
+class Findings:
+    folder: str
+    counts: dict[str, int] = field(default_factory=dict)  # what was checked, by its name
+    damaged: list[str] = field(default_factory=list)  # a line each
+
+
+def verify(folder: Path, on_checkpoint: Callable[[], None] = lambda: None) -> Findings:
+    """Check a folder of any kind; on_checkpoint is called after each checkpoint."""
+    if prepared.is_prepared(folder):
+        return _verify_corpus(folder)
+    if (folder / checkpoint.STATE).exists():
+        found = Findings(str(folder), {"checkpoints": 1})
+        _verify_checkpoint(folder, found, of_run=False)
+        return found
+    if not any((folder / part).exists() for part in (checkpoint.CONFIG, "checkpoints", "metrics.jsonl")):
+        raise UserError(f"{folder} is neither a run, a checkpoint nor a prepared corpus; give one like runs/tiny")
+    return _verify_run(folder, on_checkpoint)
+
+
+def _verify_corpus(folder: Path) -> Findings:
+    found = Findings(str(folder))
+    try:
+        manifest = prepared.read_manifest(folder)
+        found.counts = {"shards": len(manifest.shards)}
+        prepared.verify(manifest)
+        prepared.vocabulary_of(manifest)
+    except UserError as error:
+        found.damaged.append(str(error))
+    return found
+
+
+def _verify_run(run: Path, on_checkpoint: Callable[[], None]) -> Findings:
+    found = Findings(str(run), {"checkpoints": 0})
+    newest: dict[str, Any] | None = None  # the state of the newest whole checkpoint
+    for folder in reversed(checkpoint.list_checkpoints(run)):
+        state = _verify_checkpoint(folder, found, of_run=newest is None)
+        newest = newest or state
+        found.counts["checkpoints"] += 1
+        on_checkpoint()
+    if newest is None:
+        if not found.counts["checkpoints"] and run_folder.had_checkpoint(run):
+            found.damaged.append(run_folder.none_left(run))
+        _try(lambda: load_settings(run / checkpoint.CONFIG), found)
+        _try(lambda: load_vocabulary(run / checkpoint.VOCABULARY), found)
+    if problem := checkpoint.dangling_best(run):
+        found.damaged.append(problem)
+    found.counts["metric_lines"], problems = check_metrics(run / "metrics.jsonl", (newest or {}).get("metrics"))
+    found.damaged += [*problems, *run_folder.damaged_notes(run)]
+    return found
+
+
+def _verify_checkpoint(folder: Path, found: Findings, *, of_run: bool) -> dict[str, Any] | None:
+    """Check a checkpoint, and (of_run) whether config.yaml and vocab/ of its run say the same; return its state."""
+
+    def tell(problem: str) -> None:
+        if of_run:
+            found.damaged.append(problem.removesuffix("; the checkpoint's own is used"))
+
+    def check() -> dict[str, Any]:
+        state = checkpoint.verify(folder)
+        open_settings(folder, tell)
+        if open_vocabulary(folder, tell).hash != state.get("vocabulary_hash"):
+            raise UserError(f"{folder} was trained with another vocabulary than it has")
+        return state
+
+    return _try(check, found, unless=lambda: not folder.exists())  # a training has deleted it meanwhile
+
+
+def _try(action: Callable[[], Any], found: Findings, unless: Callable[[], bool] = lambda: False) -> Any:
+    try:
+        return action()
+    except (UserError, OSError) as error:
+        if not unless():
+            found.damaged.append(str(error))
+        return None

@@ -1,0 +1,267 @@
+"""What lies in a run folder besides tensors: nothing of it is lost or trusted without a word."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm_pcfg.errors import UserError
+from lm_pcfg.inference.trained import load_trained
+from lm_pcfg.settings_file import load_settings
+from lm_pcfg.storage import checkpoint, durable, run_folder
+from lm_pcfg.storage.metrics_file import read_metrics
+from lm_pcfg.training import loop
+from texts import write_config
+
+SHORT = {"training": {"epochs": 9, "max_steps": 3, "log_every": 1}, "data": {"valid": None}}
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    return loop.train(load_settings(write_config(folder, **SHORT), list(overrides)))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("trained"), "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+
+
+@pytest.fixture
+def run(tmp_path, trained) -> Path:
+    """A copy of the run that a test may spoil."""
+    return Path(shutil.copytree(trained, tmp_path / "runs" / "small", symlinks=True))
+
+
+def steps(run: Path, name: str = "metrics.jsonl") -> list[int]:
+    return [line["step"] for line in read_metrics(run / name, pytest.fail)]
+
+
+class TestCheckpointsGone:
+    @pytest.mark.parametrize("note", ["last_checkpoint", "best"])  # the second: a run of the version before
+    def test_resume_refuses_and_touches_nothing(self, run, note):
+        shutil.rmtree(run / "checkpoints")
+        if note == "best":
+            (run / "last_checkpoint").unlink()
+            os.symlink("checkpoints/step-00000003", run / "best")
+        before = (run / "metrics.jsonl").read_bytes()
+        with pytest.raises(UserError, match=r"small has had checkpoints, and none is left: bring .*name=") as caught:
+            train(run.parents[1], "resume=auto")
+        assert "\n" not in str(caught.value)
+        assert (run / "metrics.jsonl").read_bytes() == before
+
+    def test_a_run_stopped_before_its_first_checkpoint_begins_again(self, run, capsys):
+        shutil.rmtree(run / "checkpoints")
+        (run / "last_checkpoint").unlink()
+        again = train(run.parents[1], "resume=auto", "training.max_steps=2")
+        assert again == run
+        assert (steps(run), steps(run, "metrics-1.jsonl")) == ([1, 2], [1, 2, 3])
+        said = capsys.readouterr().err.splitlines()
+        assert [line for line in said if "its metrics are now metrics-1.jsonl" in line]
+
+
+class TestMetrics:
+    def test_a_hole_is_told_at_resume(self, run, capsys):
+        lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        (run / "metrics.jsonl").write_bytes(lines[0])
+        train(run.parents[1], "resume=auto", "training.max_steps=4")
+        (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+        assert "not as it was written up to step 3: 2 of 3 lines are missing; training goes on" in told
+        assert steps(run) == [1, 4]
+        train(run.parents[1], "resume=auto", "training.max_steps=5")
+        assert "warning" not in capsys.readouterr().err
+
+    def test_a_resume_from_further_back_is_no_hole(self, run, capsys):
+        shutil.rmtree(checkpoint.latest(run))
+        train(run.parents[1], "resume=auto")
+        assert "warning" not in capsys.readouterr().err
+        assert steps(run) == [1, 2, 3]
+
+
+class TestDurability:
+    def test_a_file_is_synced_then_renamed_then_its_folder_is_synced(self, tmp_path, monkeypatch):
+        calls, fsync, replace = [], os.fsync, os.replace
+
+        def recorded_fsync(descriptor):
+            calls.append("fsync folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "fsync file")
+            fsync(descriptor)
+
+        def recorded_replace(*names):
+            calls.append("rename")
+            replace(*names)
+
+        monkeypatch.setattr(os, "fsync", recorded_fsync)
+        monkeypatch.setattr(os, "replace", recorded_replace)
+        durable.replace_file(tmp_path / "file", b"content")
+        assert calls == ["fsync file", "rename", "fsync folder"]
+
+    def test_every_file_and_folder_of_a_run_is_synced(self, tmp_path, monkeypatch):
+        synced, fsync = set(), os.fsync
+
+        def recorded(descriptor):
+            synced.add(os.fstat(descriptor).st_ino)
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", recorded)
+        (tmp_path / "other").mkdir()
+        other = train(tmp_path / "other")
+        folder = train(tmp_path, f"resume={other}", "training.max_steps=5", "runs_folder=" + str(tmp_path / "a" / "b"))
+        loop.RunFolder(folder, "").remember_tracking_id("0" * 32)
+        written = {path for path in folder.rglob("*") if path.name != ".lock"}
+        assert {"started_from", "mlflow_run_id", "FINISHED", "last_checkpoint"} < {path.name for path in written}
+        not_synced = [path for path in {*written, folder, *folder.parents[:3]} if path.stat().st_ino not in synced]
+        assert not_synced == []
+
+    def test_litter_of_the_dead_is_swept_at_the_next_start(self, run):
+        dead, random = 2**22 + 1, "0123456789abcdef" * 2
+        litter = [
+            run / f".writing-best.{durable._host()}.{dead}",
+            run / f"config.yaml.{random}.{durable._host()}.{dead}.tmp",
+            run / f"config.yaml.{random}.tmp",  # of the version before
+            run / f"config.yaml.{random}.{durable._host()}.{10**30}.tmp",
+            run / ".metrics.jsonl.new",
+            run / "vocab" / f"words.txt.{random}.{durable._host()}.{dead}.tmp",
+            run / "checkpoints" / f".writing-step-00000009.{durable._host()}.{dead}",
+        ]
+        litter[0].symlink_to("checkpoints/step-00000001")
+        for file in litter[1:6]:
+            file.touch()
+            os.utime(file, (0, 0))
+        (litter[6] / "vocab").mkdir(parents=True)
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+            living = run / f"FINISHED.{random}.{durable._host()}.{other.pid}.tmp"
+            living.touch()
+            claimed = run_folder.RunFolder(run, "")
+            claimed.claim()
+            claimed.release()
+            other.communicate(b"\n")
+        assert [path for path in litter if os.path.lexists(path)] == []
+        assert living.exists()
+        assert checkpoint.verify(checkpoint.latest(run))
+
+
+class TestChoice:
+    def test_a_folder_that_another_training_took_meanwhile_is_left_alone(self, tmp_path, monkeypatch):
+        """It is chosen before the lock; another run begins and ends there until the lock is taken."""
+        settings = load_settings(write_config(tmp_path, **SHORT), [])
+        original = run_folder.choose_start
+        others: list[Path] = []
+
+        def choose_start(settings, launcher):
+            start = original(settings, launcher)
+            if not others:
+                others.append(start.folder)
+                start.folder.mkdir(parents=True)
+                (start.folder / "config.yaml").write_text("of another run")
+                (start.folder / ".lock").write_text("another launcher")
+            return start
+
+        monkeypatch.setattr(run_folder, "choose_start", choose_start)
+        start, folder = run_folder.claim_start(settings, "this launcher")
+        folder.release()
+        assert start.folder.name == "small-2"
+        assert (others[0] / "config.yaml").read_text() == "of another run"
+        assert (others[0] / ".lock").read_text() == "another launcher"
+
+    def test_a_checkpoint_that_is_no_longer_the_newest_starts_a_run_of_its_own(self, run, monkeypatch):
+        settings = load_settings(write_config(run.parents[1], **SHORT), [f"resume={checkpoint.latest(run)}"])
+        original = run_folder.RunFolder.claim
+
+        def claim(self, is_right=lambda: True):
+            if self.path == run:
+                shutil.copytree(run / "checkpoints" / "step-00000003", run / "checkpoints" / "step-00000004")
+            return original(self, is_right)
+
+        monkeypatch.setattr(run_folder.RunFolder, "claim", claim)
+        start, folder = run_folder.claim_start(settings, "")
+        folder.release()
+        assert start.folder.name == "small-2"
+
+
+class TestSmallFiles:
+    @pytest.mark.parametrize("content", [b"0123\xff\n", b"", b"../../x\n", b"a\x00b"])
+    def test_a_damaged_mlflow_run_id_is_told_and_a_new_run_begins(self, run, capsys, content):
+        (run / "mlflow_run_id").write_bytes(content)
+        assert run_folder.RunFolder(run, "").tracking_id is None
+        assert capsys.readouterr().err == f"warning: {run / 'mlflow_run_id'} is damaged: a new MLflow run begins\n"
+        (run / "mlflow_run_id").write_text("0123abcd\n")
+        assert run_folder.RunFolder(run, "").tracking_id == "0123abcd"
+
+    @pytest.mark.parametrize("content", [b"/runs/\xff/checkpoints/step-1\n", b"a\x00b", b"", b"/nowhere/step-1\n"])
+    def test_a_damaged_started_from_is_one_line(self, run, content):
+        shutil.rmtree(run / "checkpoints")
+        (run / "last_checkpoint").unlink()
+        (run / "started_from").write_bytes(content)
+        with pytest.raises(UserError, match=r"is missing|is damaged: it should name a checkpoint"):
+            train(run.parents[1], "resume=auto")
+
+    def test_a_run_that_starts_anew_forgets_where_another_began(self, run):
+        shutil.rmtree(run)
+        run.mkdir()
+        (run / "started_from").write_text("/nowhere/step-1\n")  # killed before it was a run
+        assert train(run.parents[1]) == run
+        assert not (run / "started_from").exists()
+
+
+class TestBest:
+    def test_a_dangling_link_is_told_before_it_is_replaced(self, run, capsys):
+        (run / "best").symlink_to("checkpoints/step-00000099")
+        checkpoint.repair_best(run, None)
+        checkpoint.resolve_checkpoint(run)
+        checkpoint.point_best(run, checkpoint.latest(run))
+        said = capsys.readouterr().err.splitlines()
+        begin = f"warning: {run / 'best'} points to checkpoints/step-00000099, which is no checkpoint of this run: "
+        ends = ["it stays so until an evaluation is better", "the newest is used", "it is replaced by step-00000003"]
+        assert said == [begin + end for end in ends]
+        checkpoint.point_best(run, checkpoint.latest(run))
+        assert capsys.readouterr().err == ""
+
+    @pytest.mark.parametrize("target", ["/dev", "../other/checkpoints/step-00000001", "."])
+    def test_a_link_out_of_the_run_is_not_followed(self, run, target):
+        shutil.copytree(run, run.parent / "other")
+        (run / "best").symlink_to(target)
+        assert checkpoint.best(run) is None
+
+
+class TestBesideATraining:
+    def test_a_checkpoint_that_is_pruned_while_it_is_read_is_chosen_again(self, run, monkeypatch):
+        first, _, newest = checkpoint.list_checkpoints(run)
+        checkpoint.point_best(run, first)
+        original = checkpoint.load_file
+
+        def load_file(path, device):
+            if first.exists():  # the training finds a better one
+                checkpoint.point_best(run, newest)
+                checkpoint.prune(run, keep_last=1)
+                raise RuntimeError("unable to mmap: No such file or directory")  # as safetensors says it
+            return original(path, device)
+
+        monkeypatch.setattr(checkpoint, "load_file", load_file)
+        assert load_trained(run, device="cpu").checkpoint == newest
+
+    def test_in_the_end_one_line_says_so(self, run, monkeypatch):
+        def load_file(path, device):
+            shutil.copytree(path.parent, run / "copy")
+            shutil.rmtree(path.parent)
+            (run / "copy").rename(path.parent)
+            os.utime(path.parent, (0, os.stat(path.parent).st_ino))
+            raise FileNotFoundError(2, "No such file or directory")
+
+        monkeypatch.setattr(checkpoint, "load_file", load_file)
+        with pytest.raises(UserError, match="a training replaces its checkpoints faster than they are read; try again"):
+            load_trained(run, device="cpu")
+
+    def test_other_errors_are_told_at_once(self, run, monkeypatch):
+        calls = []
+
+        def load_file(path, device):
+            calls.append(path)
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(checkpoint, "load_file", load_file)
+        with pytest.raises(UserError, match=r"cannot be read: Input/output error"):
+            load_trained(run, device="cpu")
+        assert len(calls) == 1
