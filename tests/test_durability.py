@@ -18,6 +18,7 @@ import torch
 
 from lm_pcfg.corpus.preparation.shards import write_ids
 from lm_pcfg.storage import checkpoint, durable
+from lm_pcfg.storage.state_file import state_bytes
 
 DEAD_PID = 2**22 + 1  # above the largest pid Linux hands out
 
@@ -111,7 +112,7 @@ def test_whole_files_that_hold_no_tensors_are_named(tmp_path):
     (folder / checkpoint.MODEL).write_bytes(b"no tensors")
     state = json.loads((folder / checkpoint.STATE).read_bytes())
     state["files"][checkpoint.MODEL] = {"sha256": hashlib.sha256(b"no tensors").hexdigest(), "size": 10}
-    (folder / checkpoint.STATE).write_bytes(checkpoint._state_bytes(state))
+    (folder / checkpoint.STATE).write_bytes(state_bytes(state))
     checkpoint.verify(folder)
     with pytest.raises(checkpoint.CheckpointError, match=rf"{folder.name}/{checkpoint.MODEL} cannot be read: "):
         checkpoint.load(folder, with_optimizer=False)

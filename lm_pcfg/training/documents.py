@@ -21,6 +21,7 @@ Warn = Callable[[str], None]
 
 _LARGEST_CONFIG = 1 << 20  # bytes; a few kilobytes are usual
 _MOST_NAMED = 4  # settings that a warning lists
+_NOT_OF_A_MODEL = ("resume",)  # how the last command was given
 
 
 def documents(settings: Settings, vocabulary: AnyVocabulary) -> dict[str, bytes]:
@@ -65,8 +66,7 @@ def difference(settings: Settings, config: Path) -> str | None:
     except (UserError, OSError) as error:
         return f"is missing or damaged ({durable.reason(error)})"
     ours, theirs = (_flat(some.model_dump(mode="json")) for some in (settings, there))
-    # Only what a score depends on: a run may be continued with more epochs, say, and has the last command's config.
-    keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key) and key.startswith("model.")]
+    keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key) and key not in _NOT_OF_A_MODEL]
     if not keys:
         return None
     named = [f"{key} is {theirs.get(key)} there, {ours.get(key)} in the checkpoint" for key in keys[:_MOST_NAMED]]
