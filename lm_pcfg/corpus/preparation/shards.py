@@ -21,7 +21,8 @@ import numpy as np
 from lm_pcfg.corpus.lengths import Histogram
 from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.corpus.preparation.hub import rows_of_split
-from lm_pcfg.corpus.shards.files import Chunk, OnError, Row, ShardError, scan
+from lm_pcfg.corpus.shards.errors import ShardError
+from lm_pcfg.corpus.shards.files import Chunk, OnError, Row, scan
 from lm_pcfg.corpus.shards.lines import lines_of
 from lm_pcfg.corpus.shards.prepared import IDS, ROW_GROUP_LINES, SHARDS, ShardEntry, problem_with
 from lm_pcfg.corpus.text import TextError, read_lines
@@ -29,7 +30,7 @@ from lm_pcfg.corpus.treebank import TreeError, bracketed, read_tree, read_trees
 from lm_pcfg.storage.durable import replace_file
 
 ROWS_AT_A_TIME = 16_384
-SHARD_BYTES = 256 << 20  # of text: long lines make shards of fewer
+SHARD_BYTES = 64 << 20  # of text: long lines make shards of fewer
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ from lm_pcfg.corpus.lengths import Histogram
 from lm_pcfg.corpus.pieces import AnyVocabulary, load_vocabulary
 from lm_pcfg.corpus.sentences import Damage
 from lm_pcfg.corpus.shards.blocks import BlockText, ShardedCorpus, fingerprint_of, group_chunks
-from lm_pcfg.corpus.shards.files import Chunk, ShardError, changed, parquet_tables
+from lm_pcfg.corpus.shards.errors import ShardError, changed
+from lm_pcfg.corpus.shards.files import Chunk
+from lm_pcfg.corpus.shards.parquet import prepared_ids
 from lm_pcfg.errors import UserError
 
 FORMAT = 1
@@ -175,6 +177,7 @@ class PreparedCorpus(ShardedCorpus):
         # What `prepare --on-error skip` had to leave out is missing here, too.
         self.damage = Damage(list(manifest.content["damage"]), manifest.counts.get("unreadable", 0))
         self._files = [folder / SHARDS / entry.file for entry in manifest.shards]
+        self._words = [[group.words for group in entry.groups] for entry in manifest.shards]
         chunks = []
         for number, entry in enumerate(manifest.shards):
             first_row = 0
@@ -204,7 +207,7 @@ class PreparedCorpus(ShardedCorpus):
         for chunk in self.blocks[block].chunks:
             file = self._files[chunk.shard]
             rows = 0
-            for array in parquet_tables(file, IDS, chunk.start):
+            for array in prepared_ids(file, IDS, chunk.start, self._words[chunk.shard][chunk.start]):
                 ids.append(array.flatten().to_numpy(zero_copy_only=False).astype(np.int32, copy=False))
                 lengths.append(array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64))
                 rows += len(array)

@@ -23,17 +23,9 @@ from lm_pcfg.console import progress
 from lm_pcfg.corpus.lengths import INVALID, Histogram
 from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.corpus.sentences import Damage
-from lm_pcfg.corpus.shards.blocks import Block, BlockText, ShardedCorpus, fingerprint_of, group_chunks
-from lm_pcfg.corpus.shards.files import (
-    Chunk,
-    OnError,
-    RowReader,
-    ShardError,
-    changed,
-    is_parquet,
-    opens_anywhere,
-    scan,
-)
+from lm_pcfg.corpus.shards.blocks import MOST_WORDS, Block, BlockText, ShardedCorpus, fingerprint_of, group_chunks
+from lm_pcfg.corpus.shards.errors import ShardError, changed
+from lm_pcfg.corpus.shards.files import Chunk, OnError, RowReader, is_parquet, opens_anywhere, scan
 from lm_pcfg.corpus.shards.lines import lines_of
 from lm_pcfg.corpus.shards.processes import in_processes, worth_using
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions
@@ -225,29 +217,36 @@ class RawCorpus(ShardedCorpus):
                 chunks.append((chunk, Histogram.from_json(pairs), free))
         self.blocks: list[Block] = group_chunks(chunks, options.block_lines)
         self.damage.lines = self.histogram.unreadable
-        self.fingerprint = fingerprint_of([options.block_lines, unit, *(shard["sha256"] for shard in shards)])
+        # Cuts by words are part of it; those by lines are not, for the sake of older runs.
+        by_words = any(block.histogram.words > MOST_WORDS // 2 for block in self.blocks)
+        cuts = [len(block.chunks) for block in self.blocks] if by_words else []
+        self.fingerprint = fingerprint_of([options.block_lines, unit, *(shard["sha256"] for shard in shards), *cuts])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}  # another process opens its own
 
     def read(self, block: int) -> BlockText:
-        self._reader = self._reader or RowReader(self._options.field)
-        lines: list[str | None] = []
-        for chunk in self.blocks[block].chunks:
-            path = self._files[chunk.shard]
-            rows = self._reader.read(path, chunk)
-            lines += lines_of(rows, chunk, path, self._options.field, self._options.on_error)
-        ids = self._vocabulary.tokenise([line or "" for line in lines])
-        lengths = np.array([len(own) for own in ids], dtype=np.int64)
-        invalid = np.array([line is None for line in lines], dtype=bool)
+        parts = [self._read_chunk(chunk) for chunk in self.blocks[block].chunks]  # the text of one at a time
+        ids, lengths, invalid = (np.concatenate(some) for some in zip(*parts, strict=True))
         if Histogram.of(np.where(invalid, INVALID, lengths)) != self.blocks[block].histogram:
             raise changed(self._files[self.blocks[block].chunks[0].shard])
         full = np.flatnonzero(lengths)
         return BlockText(
-            ids=np.fromiter((id for own in ids for id in own), dtype=np.int32, count=int(lengths.sum())),
+            ids=ids,
             offsets=np.concatenate([[0], np.cumsum(lengths[full])]),
             lines=self.blocks[block].first_line + full,
         )
+
+    def _read_chunk(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the ids of all lines (int32), how many each has (int64), and which cannot be read (bool)."""
+        self._reader = self._reader or RowReader(self._options.field)
+        path = self._files[chunk.shard]
+        rows = self._reader.read(path, chunk)
+        lines = lines_of(rows, chunk, path, self._options.field, self._options.on_error)
+        ids = self._vocabulary.tokenise([line or "" for line in lines])
+        lengths = np.array([len(own) for own in ids], dtype=np.int64)
+        flat = np.fromiter((id for own in ids for id in own), dtype=np.int32, count=int(lengths.sum()))
+        return flat, lengths, np.array([line is None for line in lines], dtype=bool)
 
 
 def _to_json(index: ShardIndex) -> dict[str, Any]:
