@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +27,7 @@ COMPRESSION = {".gz": "gzip", ".zst": "zstd"}  # by suffix
 LONGEST_LINE = 16 << 20  # bytes
 ANY_MAY_BECOME = 16 << 20  # bytes of text, however small the file
 MOST_EXPANSION = 200  # times its size, beyond that
+LARGEST_FILE = 512 << 20  # bytes of what is read as a whole: a vocabulary, or a manifest of some billion lines
 
 # (first bytes, what the file looks like, what to do about it)
 MAGIC: tuple[tuple[bytes, str, str], ...] = (
@@ -44,6 +47,20 @@ MAGIC: tuple[tuple[bytes, str, str], ...] = (
 
 class TextError(UserError, ValueError):
     """A text that cannot be read; the message is one line for the user and says the way out."""
+
+
+def read_bounded(path: Path, most: int = LARGEST_FILE) -> bytes:
+    """Read a plain file; OSError if it is a pipe, a device or larger than this."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would wait
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        if found.st_size > most:
+            raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
+        return file.read(most)
 
 
 def resolve_source(path_or_name: str | Path) -> Path | str:

@@ -79,7 +79,7 @@ def rows(path: Path, field: str, group: int) -> Iterator[Row]:
         raise
     except UnicodeDecodeError:
         raise ShardError(f"{path}: column {field!r} has text that is not valid UTF-8; make the file again") from None
-    except (OSError, ValueError, IndexError, StopIteration, ArrowException) as error:
+    except (OSError, ValueError, IndexError, OverflowError, StopIteration, ArrowException) as error:
         if not path.exists():
             raise reading_failed(path, FileNotFoundError()) from None
         raise _damaged(path, error) from None
@@ -226,7 +226,7 @@ def prepared_ids(path: Path, field: str, group: int, values: int) -> Iterator[An
             yield array
     except MemoryError:
         raise
-    except (OSError, ValueError, IndexError, StopIteration, ArrowException) as error:
+    except (OSError, ValueError, IndexError, OverflowError, StopIteration, ArrowException) as error:
         _stream.cache_clear()
         _values_of_groups.cache_clear()
         if not path.exists():
