@@ -104,6 +104,13 @@ class TestDelivery:
         assert sorted(entry.path for entry in mlflow.list_artifacts(run_id)) == names
         assert (artifacts / "config.yaml").read_text() == "lr: 0.001\n"
 
+    def test_the_experiment_is_the_one_of_the_environment(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another")
+        recorder = Recorder()
+        recorder.tracker().finish("FINISHED")
+        run = store.get_run(recorder.run_ids[0])
+        assert store.get_experiment(run.info.experiment_id).name == "another"
+
     @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
     def test_status(self, store: Any, status: Any) -> None:
         recorder = Recorder()
