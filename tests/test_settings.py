@@ -201,7 +201,9 @@ def test_settings_of_earlier_versions(config: Path) -> None:
     assert message == "model.word_bias = 'zipf' is no longer supported; leave it out, or use commit 828ad98"
 
 
-def test_a_removed_setting_without_effect_is_dropped_with_a_word(config: Path, capsys: Any) -> None:
+def test_a_removed_setting_without_effect_is_dropped_with_a_word(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Runs of a search were of an experiment of their own, and still open."""
     text = config.read_text()
     before = load_settings(config, [])
