@@ -19,7 +19,7 @@ from lm_pcfg.corpus.lengths import Limits
 from lm_pcfg.corpus.opening import OpeningOptions, open_streamed
 from lm_pcfg.corpus.preparation import prepare as preparing
 from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
-from lm_pcfg.corpus.shards import prepared
+from lm_pcfg.corpus.shards import parquet, prepared
 from lm_pcfg.corpus.shards import raw as raw_corpus
 from lm_pcfg.corpus.shards.errors import ShardError
 from lm_pcfg.corpus.shards.prepared import PreparedCorpus, PreparedError, read_manifest, verify_all, vocabulary_of
@@ -141,7 +141,7 @@ def test_names_stay_in_their_folder(corpus, name):
 
 
 @pytest.mark.parametrize("what", ["pipe", "device", "huge", "folder", "deep"])
-def test_a_manifest_that_is_no_plain_file_is_not_waited_for(corpus, what, monkeypatch):
+def test_a_manifest_that_is_no_plain_file_is_not_waited_for(corpus, what):
     file = corpus / "manifest.json"
     file.unlink()
     if what == "pipe":
@@ -157,7 +157,9 @@ def test_a_manifest_that_is_no_plain_file_is_not_waited_for(corpus, what, monkey
         file.write_text("[" * 100_000)
     with pytest.raises(PreparedError) as caught:
         read_manifest(corpus)
+    why = {"pipe": "not a plain file", "device": "not a plain file", "huge": "larger than", "folder": "directory"}
     assert one_line(caught.value).startswith(str(file))
+    assert why.get(what, "damaged") in str(caught.value)
 
 
 @pytest.mark.parametrize("where", ["vocab/words.txt", "vocab/vocabulary.json", "shards/shard-00000-00000.parquet"])
@@ -202,7 +204,8 @@ def test_shards_of_other_numbers_are_refused(corpus):
             use(corpus)
 
 
-def test_a_shard_that_stands_for_gigabytes_is_not_read(corpus):
+def test_a_shard_that_stands_for_gigabytes_is_not_read(corpus, monkeypatch):
+    monkeypatch.setattr(parquet, "_stream", lambda *arguments: pytest.fail("it was opened"))
     file = corpus / "shards/shard-00000-00000.parquet"
     rows = len(pq.read_table(file))
     lists = pa.ListArray.from_arrays(np.arange(rows + 1) * 100_000, pa.array(np.ones(rows * 100_000, np.int32)))
