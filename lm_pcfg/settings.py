@@ -108,6 +108,9 @@ class DataSection(Section):
     on_error: Literal["fail", "skip"] = setting(
         "fail", "a shard or line that cannot be read: stop, or leave out and count"
     )
+    verify: Literal["off", "once", "always"] = setting(
+        "off", "compare shards with their sha256: once, when the run starts; always: also whenever one is opened"
+    )
     index_folder: str = setting("data/index", "where the index of raw shards is kept", min_length=1)
     max_length: Count | None = setting(40, "training sentences with more words are left out; null: keep all")
     vocabulary: VocabularySection = setting(VocabularySection, "which words are known")
@@ -222,7 +225,6 @@ class CheckpointSection(Section):
 
 class TrackingSection(Section):
     mlflow: Switch = setting(True, "log to MLflow besides metrics.jsonl")
-    experiment: str = setting("lm_pcfg", "MLflow's experiment", min_length=1)
 
 
 class EngineSection(Section):

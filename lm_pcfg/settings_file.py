@@ -15,6 +15,7 @@ from pydantic import ValidationError as PydanticError
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
+from lm_pcfg.console import warn
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import families
 from lm_pcfg.settings import ModelSection, Section, Settings, setting
@@ -180,6 +181,10 @@ REMOVED: dict[str, Any] = {
     "model.embedding_dropout": 0.0, "model.rule_dropout": 0.0, "optimizer.network_rate": 1.0,
     "tracking.wait_seconds": 20.0, "optimizer.schedule.final_fraction": 0.0, "optimizer.max_skipped_in_a_row": 20,
 }  # fmt: skip
+#: Removed, too, but they change no result: any value is dropped with a word on what is in their place.
+WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
+    "tracking.experiment": ("lm_pcfg", "the environment variable MLFLOW_EXPERIMENT_NAME"),
+}
 
 
 def _upgrade(given: dict[str, Any], where: str) -> None:
@@ -189,14 +194,14 @@ def _upgrade(given: dict[str, Any], where: str) -> None:
     the older name of `family: tables`. Then all families had the same settings: those of others are taken out, too.
     """
     removed = []
-    for dotted in REMOVED:
+    for dotted in (*REMOVED, *WITHOUT_EFFECT):
         *above, key = dotted.split(".")
         section: Any = given
         for name in above:
             section = section.get(name) if isinstance(section, dict) else None
         if isinstance(section, dict) and key in section:
             _refuse_removed(dotted, section.pop(key), where)
-            removed.append(dotted)
+            removed += [dotted] * (dotted in REMOVED)
     model = given.get("model")
     if not isinstance(model, dict):
         return
@@ -224,6 +229,11 @@ def _is_default_of_another(key: str, value: Any) -> bool:
 
 
 def _refuse_removed(dotted: str, value: Any, where: str) -> None:
+    if dotted in WITHOUT_EFFECT:
+        default, instead = WITHOUT_EFFECT[dotted]
+        if value != default:
+            warn(f"{where}: {dotted} = {reprlib.repr(value)} is no longer a setting; use {instead}")
+        return
     if value != REMOVED[dotted]:
         raise SettingsError(
             f"{where}: {dotted} = {reprlib.repr(value)} is no longer supported; leave it out, or use commit 828ad98"
@@ -257,7 +267,7 @@ def _apply_override(values: dict[str, Any], settings: type[Settings], override: 
     dotted, equals, text = override.strip().partition("=")
     if not equals or not dotted:
         raise SettingsError(f"{where}: {override!r} should be of the form dotted.key=value")
-    if dotted in REMOVED:
+    if dotted in REMOVED or dotted in WITHOUT_EFFECT:
         _refuse_removed(dotted, parse_yaml(text, f"{where}: {dotted}"), where)
         return dotted
     # A lone - would be a list of nothing; it means standard input.

@@ -29,7 +29,7 @@ from lm_pcfg.corpus.preparation import ptb
 from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
 from lm_pcfg.corpus.sentences import encode_sentences
 from lm_pcfg.corpus.shards.blocks import Source, StreamedText
-from lm_pcfg.corpus.shards.files import ShardError
+from lm_pcfg.corpus.shards.errors import ShardError
 from lm_pcfg.corpus.shards.plan import ShardPlan
 from lm_pcfg.corpus.shards.prepared import PreparedCorpus, PreparedError, read_manifest, verify, vocabulary_of
 from lm_pcfg.corpus.stream import BatchStream

@@ -201,6 +201,21 @@ def test_settings_of_earlier_versions(config: Path) -> None:
     assert message == "model.word_bias = 'zipf' is no longer supported; leave it out, or use commit 828ad98"
 
 
+def test_a_removed_setting_without_effect_is_dropped_with_a_word(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of a search were of an experiment of their own, and still open."""
+    text = config.read_text()
+    before = load_settings(config, [])
+    for value, words in (("lm_pcfg", ""), ("mine", "use the environment variable MLFLOW_EXPERIMENT_NAME")):
+        config.write_text(f"{text}\ntracking: {{experiment: {value}}}\n")
+        assert load_settings(config, []) == before
+        assert words in capsys.readouterr().err
+        config.write_text(text)
+        assert load_settings(config, [f"tracking.experiment={value}"]) == before
+        assert words in capsys.readouterr().err
+
+
 def test_there_are_at_most_75_settings(config: Path) -> None:
     def count(values: object) -> int:
         return sum(map(count, values.values())) if isinstance(values, dict) else 1

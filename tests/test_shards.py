@@ -16,7 +16,8 @@ from lm_pcfg.corpus.lengths import Limits
 from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
 from lm_pcfg.corpus.shards import loader
 from lm_pcfg.corpus.shards.blocks import Source, StreamedText
-from lm_pcfg.corpus.shards.files import ShardError, find_shards
+from lm_pcfg.corpus.shards.errors import ShardError
+from lm_pcfg.corpus.shards.files import find_shards
 from lm_pcfg.corpus.shards.plan import ShardPlan
 from lm_pcfg.corpus.shards.prepared import PreparedCorpus, read_manifest, vocabulary_of
 from lm_pcfg.corpus.shards.processes import make_pool

@@ -6,14 +6,16 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lm_pcfg.training import tracking
+from lm_pcfg.training import mlflow_run, tracking
 from lm_pcfg.training.mlflow_run import MlflowRun, environment_artifacts, one_line, valid_name
 from lm_pcfg.training.tracking import NoTracker, Tracker
 
@@ -101,6 +103,13 @@ class TestDelivery:
         names = ["config.yaml", "environment.json", "pip-list.txt", "vocabulary.txt"]
         assert sorted(entry.path for entry in mlflow.list_artifacts(run_id)) == names
         assert (artifacts / "config.yaml").read_text() == "lr: 0.001\n"
+
+    def test_the_experiment_is_the_one_of_the_environment(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another")
+        recorder = Recorder()
+        recorder.tracker().finish("FINISHED")
+        run = store.get_run(recorder.run_ids[0])
+        assert store.get_experiment(run.info.experiment_id).name == "another"
 
     @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
     def test_status(self, store: Any, status: Any) -> None:
@@ -272,6 +281,56 @@ class TestFailures:
         tracker.finish("FINISHED")
         assert len(recorder.warnings) == 2
         assert "incomplete" in recorder.warnings[1]
+
+    def test_an_answer_without_end_is_not_read_to_its_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sent = []
+
+        class Endless(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                sent.append(0)
+                while sent[-1] < 400 << 20:
+                    self.wfile.write(b"{" * (1 << 20))
+                    sent[-1] += 1 << 20
+
+            do_POST = do_GET
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *arguments: Any) -> None:
+                pass  # whoever asked has hung up
+
+        server = Server(("127.0.0.1", 0), Endless)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("MLFLOW_TRACKING_AUTH", "")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
+        recorder = Recorder()
+        tracker = recorder.tracker()
+        wait_until(lambda: recorder.warnings)
+        tracker.finish("FINISHED")
+        server.shutdown()
+        server.server_close()
+        assert "answer has more than 32 MiB" in recorder.warnings[0]
+        assert 0 < max(sent) < 100 << 20
+
+    def test_authentication_of_the_user_is_still_asked(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        from mlflow.tracking.request_auth.registry import fetch_auth
+        from requests import Request
+
+        (tmp_path / "netrc").write_text("machine tracking.test login me password secret\n")
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        monkeypatch.setenv("MLFLOW_TRACKING_AUTH", "")
+        mlflow_run._bound_answers()
+        mlflow_run._bound_answers()  # a second run of this process, or a process that this one started
+        name = os.environ["MLFLOW_TRACKING_AUTH"]
+        request = Request("GET", "http://tracking.test/", auth=fetch_auth(name)).prepare()
+        assert request.headers["Authorization"].startswith("Basic ")
+        assert len(request.hooks["response"]) == 1
 
     def test_memory_is_bounded(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "mlruns").touch()

@@ -35,6 +35,7 @@ from lm_pcfg.settings_file import load_settings, parse_yaml
 from lm_pcfg.storage.durable import replace_file
 
 CONTROL = "control"
+EXPERIMENT = "MLFLOW_EXPERIMENT_NAME"
 _POLL_SECONDS = 0.2
 
 
@@ -66,7 +67,7 @@ def settings_of(file: Path, overrides: list[str]) -> dict[str, Settings]:
         changed = [*search.common, *overrides, *changes]  # the last wins: the variant's own
         try:
             folder = load_settings(file.parent / search.config, changed).runs_folder
-            placed = [f"name={name}", f"runs_folder={folder}/{file.stem}", f"tracking.experiment={file.stem}"]
+            placed = [f"name={name}", f"runs_folder={folder}/{file.stem}"]
             runs[name] = load_settings(file.parent / search.config, [*changed, *placed, "resume=auto"])
         except UserError as error:
             raise UserError(f"{file}: variant {name}: {error}") from None
@@ -88,6 +89,16 @@ def run_search(file: Path, overrides: list[str], only: str | None = None, at_onc
     runs = settings_of(file, overrides)
     if only is not None and only not in runs:
         raise UserError(f"{file} has no variant {only}: use one of {', '.join(runs)}")
+    given = os.environ.get(EXPERIMENT)
+    os.environ[EXPERIMENT] = given or file.stem  # in MLflow a search is an experiment
+    try:
+        return _run_search(file, overrides, runs, only, at_once)
+    finally:
+        if given is None:
+            del os.environ[EXPERIMENT]
+
+
+def _run_search(file: Path, overrides: list[str], runs: dict[str, Settings], only: str | None, at_once: int) -> bool:
     if at_once > 1 and only is None:
         return _several_at_once(file, overrides, runs, at_once)
     from flash_inside import free_memory

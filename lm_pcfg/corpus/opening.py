@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -52,6 +52,7 @@ class OpeningOptions:
     index_folder: Path
     words: VocabularyOptions
     sentencepiece: str | Path | None = None  # a model of pieces, in place of words
+    verify: Literal["off", "once", "always"] = "off"  # compare shards with the hashes of their manifest or index
 
 
 def load_corpora(settings: Settings, vocabulary: AnyVocabulary | None, min_length: int) -> Corpora:
@@ -68,6 +69,7 @@ def load_corpora(settings: Settings, vocabulary: AnyVocabulary | None, min_lengt
         index_folder=Path(data.index_folder),
         words=VocabularyOptions(**data.vocabulary.model_dump(), end_of_sentence=settings.model.eos == "explicit"),
         sentencepiece=data.sentencepiece,
+        verify=data.verify,
     )
     limits = Limits(data.max_length, min_length)
     streamed = is_streamed(data.train, data.streaming)
@@ -187,10 +189,16 @@ def _find(names: list[str]) -> list[Path]:
 
 
 def _open(names: list[str], files: list[Path], vocabulary: AnyVocabulary, options: OpeningOptions) -> ShardedCorpus:
+    always = options.verify == "always"
     if files:
-        return RawCorpus(", ".join(names), files, options.raw, vocabulary, IndexStore(options.index_folder))
+        raw = RawCorpus(", ".join(names), files, options.raw, vocabulary, IndexStore(options.index_folder))
+        if options.verify != "off":
+            raw.verify(always=always)
+        return raw
     corpus = PreparedCorpus(Path(names[0]), vocabulary, options.raw.block_lines)
     corpus.check_sizes(options.raw.on_error)
+    if options.verify != "off":
+        corpus.verify(options.raw.on_error, always=always)
     return corpus
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lm_pcfg.corpus.text import read_bounded
 from lm_pcfg.corpus.vocabulary import (
     DESCRIPTION_FILE,
     END_OF_SENTENCE,
@@ -125,9 +126,9 @@ class PieceVocabulary:
     def load(cls, folder: Path) -> PieceVocabulary:
         """Load what `save` wrote, verified by its sha256."""
         try:
-            description = json.loads((folder / DESCRIPTION_FILE).read_bytes())
+            description = json.loads(read_bounded(folder / DESCRIPTION_FILE))
             options = PieceOptions(end_of_sentence=bool(description["options"]["end_of_sentence"]))
-            vocabulary = cls((folder / MODEL_FILE).read_bytes(), options, training_words=description["training_words"],
+            vocabulary = cls(read_bounded(folder / MODEL_FILE), options, training_words=description["training_words"],
                              training_unknown=description["training_unknown"])  # fmt: skip
             expected = description["sha256"]
         except OSError as error:
@@ -149,9 +150,9 @@ AnyVocabulary = Vocabulary | PieceVocabulary
 def load_vocabulary(folder: Path) -> AnyVocabulary:
     """Load a vocabulary of either kind that `save` wrote, as in the `vocab/` folder of a run."""
     try:
-        description = json.loads((Path(folder) / DESCRIPTION_FILE).read_bytes())
+        description = json.loads(read_bounded(Path(folder) / DESCRIPTION_FILE))
         kind = description.get("kind") if isinstance(description, dict) else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         kind = None  # Vocabulary.load says what is wrong
     return PieceVocabulary.load(Path(folder)) if kind == KIND else Vocabulary.load(folder)
 
@@ -159,7 +160,7 @@ def load_vocabulary(folder: Path) -> AnyVocabulary:
 def open_model(path: Path) -> PieceVocabulary:
     """Open an existing SentencePiece model file."""
     try:
-        return PieceVocabulary(path.read_bytes(), PieceOptions())
+        return PieceVocabulary(read_bounded(path), PieceOptions())
     except OSError as error:
         raise VocabularyError(f"{path}: cannot be read ({error.strerror}); give a SentencePiece .model file") from None
     except VocabularyError as error:

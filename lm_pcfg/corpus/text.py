@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import math
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lm_pcfg.errors import UserError
 
@@ -18,6 +22,12 @@ EMBEDDED_PREFIX = "embedded:"
 BINARY_CHECK_BYTES = 64 * 1024
 UTF8_BOM = b"\xef\xbb\xbf"
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}  # by suffix
+
+# What a file of a few bytes may become. A line of a corpus has some hundred bytes, and text is compressed to a tenth.
+LONGEST_LINE = 16 << 20  # bytes
+ANY_MAY_BECOME = 16 << 20  # bytes of text, however small the file
+MOST_EXPANSION = 200  # times its size, beyond that
+LARGEST_FILE = 512 << 20  # bytes of what is read as a whole: a vocabulary, or a manifest of some billion lines
 
 # (first bytes, what the file looks like, what to do about it)
 MAGIC: tuple[tuple[bytes, str, str], ...] = (
@@ -37,6 +47,20 @@ MAGIC: tuple[tuple[bytes, str, str], ...] = (
 
 class TextError(UserError, ValueError):
     """A text that cannot be read; the message is one line for the user and says the way out."""
+
+
+def read_bounded(path: Path, most: int = LARGEST_FILE) -> bytes:
+    """Read a plain file; OSError if it is a pipe, a device or larger than this."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would wait
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        if found.st_size > most:
+            raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
+        return file.read(most)
 
 
 def resolve_source(path_or_name: str | Path) -> Path | str:
@@ -109,12 +133,14 @@ def open_text(source: Path | str, name: str) -> AbstractContextManager[BinaryIO]
             raise TextError("standard input is closed; give a file, or pipe text into the command")
         return nullcontext(sys.stdin.buffer)  # not ours to close
     try:
-        handle = open(source, "rb")  # noqa: SIM115 - the caller closes what it gets
-        if (codec := COMPRESSION.get(Path(source).suffix.lower())) is None:
-            return handle
-        import pyarrow  # says so when a stream ends too early, which Python's zstd readers do not
+        handle: Any = open(source, "rb", buffering=0)  # noqa: SIM115 - the caller closes what it gets
+        most = math.inf
+        if (codec := COMPRESSION.get(Path(source).suffix.lower())) is not None:
+            import pyarrow  # says so when a stream ends too early, which Python's zstd readers do not
 
-        return io.BufferedReader(pyarrow.CompressedInputStream(handle, codec), 1 << 17)
+            most = most_text(os.fstat(handle.fileno()).st_size)
+            handle = pyarrow.CompressedInputStream(handle, codec)
+        return io.BufferedReader(_Bounded(handle, name, most), 1 << 17)
     except FileNotFoundError:
         raise TextError(f"{name}: no such file; check the path (relative paths start at {Path.cwd()})") from None
     except IsADirectoryError:
@@ -126,9 +152,75 @@ def open_text(source: Path | str, name: str) -> AbstractContextManager[BinaryIO]
         raise TextError(f"{name}: cannot be opened ({reason}); check the path") from None
 
 
+def most_text(size: int) -> int:
+    """Return how many bytes of text a file of this size may become; more is taken for a bomb."""
+    return max(ANY_MAY_BECOME, MOST_EXPANSION * size)
+
+
+def too_much_text(name: str, most: float, way_out: str) -> str:
+    return (
+        f"{name}: becomes more than {most / 2**20:,.0f} MiB of text, {MOST_EXPANSION} times its size or more; if that "
+        f"is meant, {way_out}"
+    )
+
+
+def too_long(name: str, what: str) -> str:
+    return f"{name}: {what} has more than {LONGEST_LINE >> 20} MiB; break it up into sentences, or leave it out"
+
+
+class _Bounded(io.RawIOBase):
+    """The bytes of a text, until a line or what is decompressed has no measure. It costs nothing for single lines."""
+
+    def __init__(self, stream: Any, name: str, most: float) -> None:
+        self._stream, self._name, self._most = stream, name, most
+        self._total = self._line_bytes = self._ends = 0
+        self._from_start = True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._stream.readinto(buffer) or 0
+        part = bytes(memoryview(buffer)[:count])
+        self._total += count
+        self._ends += part.count(b"\n")
+        last = part.rfind(b"\n")
+        self._line_bytes = count - last - 1 if last >= 0 else self._line_bytes + count
+        if self._line_bytes > LONGEST_LINE:
+            raise TextError(too_long(self._name, f"line {self._ends + 1}" if self._from_start else "a line"))
+        if self._total > self._most:
+            raise TextError(too_much_text(self._name, self._most, "decompress it first (gunzip, zstd -d)"))
+        return count
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._stream.seekable()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        place = self._stream.seek(offset, whence)
+        self._total = self._line_bytes = self._ends = 0
+        self._from_start = place == 0
+        return place
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+        super().close()
+
+
 def _raw_lines(handle: BinaryIO, name: str) -> Iterator[bytes]:
     try:
-        yield from handle  # binary files split at \n only
+        if handle is not getattr(sys.stdin, "buffer", None):
+            yield from handle  # binary files split at \n only
+            return
+        number = 0
+        while line := handle.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(line) > LONGEST_LINE:
+                raise TextError(too_long(name, f"line {number}"))
+            yield line
     except OSError as error:
         what = f"{name}: reading failed ({error.strerror or error})"
         if Path(name).suffix.lower() in COMPRESSION:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from lm_pcfg.corpus.text import read_bounded
 from lm_pcfg.errors import UserError
 from lm_pcfg.storage.durable import make_folder, replace_file
 
@@ -172,13 +173,13 @@ class Vocabulary:
         folder = Path(folder)
         try:
             # Bytes, because text mode would translate line endings, which are part of the hash.
-            text = (folder / WORDS_FILE).read_bytes().decode("utf-8")
-            description = json.loads((folder / DESCRIPTION_FILE).read_bytes())
+            text = read_bounded(folder / WORDS_FILE).decode("utf-8")
+            description = json.loads(read_bounded(folder / DESCRIPTION_FILE))
         except FileNotFoundError as error:
             raise VocabularyError(f"{error.filename}: no such file; is {folder} the vocab folder of a run?") from None
         except OSError as error:
             raise VocabularyError(f"{error.filename}: cannot be read ({error.strerror})") from None
-        except ValueError as error:  # invalid UTF-8 or JSON
+        except (ValueError, RecursionError) as error:  # invalid UTF-8 or JSON
             raise VocabularyError(f"{folder}: damaged vocabulary ({error}); copy it again from its run") from None
         version = description.get("format") if isinstance(description, dict) else None
         if version != FORMAT_VERSION:
@@ -192,6 +193,8 @@ class Vocabulary:
             vocabulary = cls(words, options, training_words=description["training_words"],
                              training_unknown=description["training_unknown"])  # fmt: skip
             expected = description["sha256"]
+            if not all(type(n) is int and n >= 0 for n in (vocabulary.training_words, vocabulary.training_unknown)):
+                raise ValueError("training_words and training_unknown should be whole numbers")
         except (KeyError, TypeError, ValueError) as error:
             raise VocabularyError(f"{folder}: damaged vocabulary ({error}); copy it again from its run") from None
         if vocabulary.hash != expected:

@@ -7,6 +7,7 @@ import fcntl
 import importlib.metadata
 import json
 import logging
+import os
 import platform
 import posixpath
 import re
@@ -26,6 +27,8 @@ METRICS_PER_CALL = 1000  # MLflow's own limits
 _SETTINGS_PER_CALL = 100
 _LONGEST_NAME = 250
 _LONGEST_VALUE = 6000
+LARGEST_ANSWER = 32 << 20  # bytes of a server's; ours ask for nothing larger than the parameters of a run
+_BOUNDED = "lm_pcfg-bounded-"  # and the name of the one that was there
 _PACKAGES = (
     *("lm_pcfg", "torch", "triton", "deepspeed", "accelerate", "transformers"),
     *("datasets", "safetensors", "mlflow", "mlflow-skinny", "numpy"),
@@ -164,7 +167,61 @@ def _quiet_client(uri: str) -> Any:
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(not_from_here)
     logging.getLogger("urllib3.connectionpool").addFilter(not_from_here)
+    if uri.startswith(("http://", "https://")):
+        _bound_answers()
     return MlflowClient(tracking_uri=uri)
+
+
+def _bound_answers() -> None:
+    """Let no server fill the memory with an answer that has no end.
+
+    MLflow reads an answer as a whole. What it lets others add to a request is its authentication (a plugin, named by
+    MLFLOW_TRACKING_AUTH), and one of `requests` may watch the answer, too. One that was named is asked as before.
+    """
+    import requests
+    from mlflow.tracking.request_auth import registry
+    from mlflow.tracking.request_auth.abstract_request_auth_provider import RequestAuthProvider
+
+    # Processes that this one starts inherit the variable, but not what is registered here.
+    named = os.environ.get("MLFLOW_TRACKING_AUTH", "").removeprefix(_BOUNDED)
+    registered = [provider.get_name() for provider in registry._request_auth_provider_registry]
+    if named in ("kubernetes", "kubernetes-namespaced"):  # these change more than a request
+        return
+
+    class Bounded(requests.auth.AuthBase):
+        def __call__(self, request: Any) -> Any:
+            own = registry.fetch_auth(named) if named else requests.utils.get_netrc_auth(request.url)
+            if own is not None:
+                request = own(request) if callable(own) else requests.auth.HTTPBasicAuth(*own)(request)
+            request.register_hook("response", _watch)
+            return request
+
+    class Provider(RequestAuthProvider):
+        def get_name(self) -> str:
+            return _BOUNDED + named
+
+        def get_auth(self) -> Bounded:
+            return Bounded()
+
+    if _BOUNDED + named not in registered:
+        registry._request_auth_provider_registry.register(Provider)
+    os.environ["MLFLOW_TRACKING_AUTH"] = _BOUNDED + named
+
+
+def _watch(response: Any, **_: Any) -> None:
+    """Make an answer end with an error where it grows too long; called before it is read."""
+    read = response.raw.stream
+
+    def stream(*arguments: Any, **named: Any) -> Iterator[bytes]:
+        size = 0
+        for part in read(*arguments, **named):
+            size += len(part)
+            if size > LARGEST_ANSWER:
+                response.raw.close()
+                raise OSError(f"the server's answer has more than {LARGEST_ANSWER >> 20} MiB")
+            yield part
+
+    response.raw.stream = stream
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@ Everything that touches MLflow, its import included, happens in a daemon thread 
 told once; metrics wait in memory and are sent again from time to time, and what is never delivered is counted. The file
 metrics.jsonl (storage/metrics_file.py) is the truth, MLflow the window on it.
 
-The store is MLFLOW_TRACKING_URI, or a sqlite file in `mlruns/` of the working folder.
+The store is MLFLOW_TRACKING_URI, or a sqlite file in `mlruns/` of the working folder. The experiment is
+MLFLOW_EXPERIMENT_NAME, or `lm_pcfg`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ class Tracker:
         self,
         *,
         run_name: str,
-        experiment: str = "lm_pcfg",
         run_id: str | None,
         parameters: Mapping[str, Any],
         artifacts: Mapping[str, str],
@@ -67,7 +67,7 @@ class Tracker:
         self._run = MlflowRun(
             uri=self.uri,
             artifact_location=None if os.environ.get("MLFLOW_TRACKING_URI") else (local / "artifacts").as_uri(),
-            experiment=experiment,
+            experiment=os.environ.get("MLFLOW_EXPERIMENT_NAME") or "lm_pcfg",
             run_name=run_name,
             run_id=run_id,
             parameters=dict(parameters),
@@ -200,7 +200,6 @@ def track(settings: Settings, folder: RunFolder, vocabulary: AnyVocabulary, is_m
         return NoTracker()
     return Tracker(
         run_name=folder.path.name,
-        experiment=settings.tracking.experiment,
         run_id=folder.tracking_id,
         parameters=settings.model_dump(mode="json"),
         artifacts={"config.yaml": dump_yaml(settings), "vocabulary_hash.txt": vocabulary.hash + "\n"},

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lm_pcfg.console import say
-from lm_pcfg.corpus.shards.files import ShardError, has_known_suffix
+from lm_pcfg.corpus.shards.errors import ShardError
+from lm_pcfg.corpus.shards.files import has_known_suffix
 from lm_pcfg.errors import UserError
 
 # Older texts on the hub are scripts, which `datasets` no longer runs; the hub keeps them as Parquet on this branch.

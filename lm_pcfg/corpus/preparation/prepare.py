@@ -31,7 +31,6 @@ from lm_pcfg.corpus.preparation.shards import (
     finished,
     forget_notes,
     lines_of_rows,
-    make_durable,
     remove_leftovers,
     tasks_of,
     write_shard,
@@ -40,7 +39,9 @@ from lm_pcfg.corpus.shards.files import OnError, files_below, find_shards
 from lm_pcfg.corpus.shards.prepared import (
     FORMAT,
     MANIFEST,
+    PLAN,
     SHARDS,
+    TEXTS,
     VOCABULARY,
     Manifest,
     is_prepared,
@@ -49,11 +50,12 @@ from lm_pcfg.corpus.shards.prepared import (
     verify,
 )
 from lm_pcfg.corpus.shards.processes import in_processes, usable_cores, worth_using
+from lm_pcfg.corpus.shards.shapes import PlanShape, ShapeError, checked, parse_json
+from lm_pcfg.corpus.text import read_bounded
 from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE, Vocabulary, VocabularyError, VocabularyOptions
 from lm_pcfg.errors import UserError
-from lm_pcfg.storage.durable import replace_file
+from lm_pcfg.storage.durable import fsync, replace_file
 
-PLAN = "prepare.json"  # what the folder is being made of
 COUNTED_AT_A_TIME = 50_000
 PIECES_TRAINED_ON = 2_000_000  # lines, drawn from all of them
 Kind = Literal["words", "unigram", "bpe"]
@@ -82,13 +84,13 @@ def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, proces
         processes = usable_cores() if on_hub else worth_using(Path(item.name) for item in found)
     plan = _plan(found, options)
     with _alone(out):
+        remove_leftovers(out)
         if _is_done(out, plan):
             manifest = read_manifest(out)
             verify(manifest)
             say(f"{out} was prepared before, and is whole")
             return manifest
         (out / SHARDS).mkdir(exist_ok=True)
-        remove_leftovers(out)
         read = ReadOptions(options.text_field, options.trees, options.on_error)
         vocabulary = _vocabulary(found, read, out, options, processes)
         reading = Reading()
@@ -151,12 +153,13 @@ def _is_done(out: Path, plan: dict[str, Any]) -> bool:
         strangers = [entry.name for entry in out.iterdir() if entry.name != ".lock"]
         if strangers:
             raise UserError(f"{out}: is not empty (it has {strangers[0]}); choose another --out")
-        stored = plan
+        stored: dict[str, Any] | None = plan
     else:
-        try:
-            stored = json.loads(file.read_bytes())
-        except (OSError, ValueError):
-            stored = None
+        stored = None
+        with contextlib.suppress(OSError, ShapeError):
+            content = parse_json(read_bounded(file))
+            checked(PlanShape, content)
+            stored = content
     if is_prepared(out):
         if stored != plan:
             raise UserError(
@@ -173,20 +176,23 @@ def _is_done(out: Path, plan: dict[str, Any]) -> bool:
 
 def _without_on_error(plan: dict[str, Any]) -> dict[str, Any]:
     """Blank on_error: it decides whether a call fails, not what a finished vocabulary or shard holds."""
-    return {**plan, "options": {**plan.get("options", {}), "on_error": None}}
+    return {**plan, "options": {**plan["options"], "on_error": None}}
 
 
-def _difference(stored: Any, plan: dict[str, Any]) -> str:
-    if not isinstance(stored, dict):
+def _difference(stored: dict[str, Any] | None, plan: dict[str, Any]) -> str:
+    if stored is None:
         return "unreadable"
-    differing = [key for key in plan["options"] if stored.get("options", {}).get(key) != plan["options"][key]]
+    differing = [key for key in plan["options"] if stored["options"].get(key) != plan["options"][key]]
     return f"{', '.join(differing)} changed" if differing else "the input files changed"
 
 
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
     try:
+        new = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
+        for folder in new:
+            fsync(folder.parent)
         with (out / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield  # the file stays: another call may have it open, and would hold the lock of a file without a name
@@ -325,8 +331,10 @@ def _write_manifest(
     }
     if options.trees:
         _write_texts(out, [entry.file for entry in entries])
-    make_durable(out)
+    for folder in (out / VOCABULARY, out / SHARDS, out):  # the names of what a manifest lists come before its own
+        fsync(folder)
     replace_file(out / MANIFEST, manifest_text(content).encode())
+    fsync(out)
     return read_manifest(out)
 
 
@@ -334,12 +342,13 @@ def _write_texts(out: Path, files: Sequence[str]) -> None:
     """Write text.txt and trees.txt; line k of one belongs to line k of the other."""
     import pyarrow.parquet
 
-    for column, name in (("text", "text.txt"), ("tree", "trees.txt")):
+    for column, name in TEXTS.items():
         beside = out / f"{name}.tmp"
         with beside.open("w", encoding="utf-8") as text:
             for file in files:
                 values = pyarrow.parquet.read_table(out / SHARDS / file, columns=[column]).column(column).to_pylist()
                 text.writelines(f"{value}\n" for value in values)
+        fsync(beside)
         beside.replace(out / name)
 
 

@@ -6,7 +6,6 @@ shard counts as finished if that file is there and the hash is right.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -21,15 +20,17 @@ import numpy as np
 from lm_pcfg.corpus.lengths import Histogram
 from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.corpus.preparation.hub import rows_of_split
-from lm_pcfg.corpus.shards.files import Chunk, OnError, Row, ShardError, scan
+from lm_pcfg.corpus.shards.errors import ShardError
+from lm_pcfg.corpus.shards.files import Chunk, OnError, Row, scan
 from lm_pcfg.corpus.shards.lines import lines_of
-from lm_pcfg.corpus.shards.prepared import IDS, ROW_GROUP_LINES, SHARDS, ShardEntry, problem_with
-from lm_pcfg.corpus.text import TextError, read_lines
+from lm_pcfg.corpus.shards.prepared import IDS, MANIFEST, PLAN, ROW_GROUP_LINES, SHARDS, TEXTS, ShardEntry, problem_with
+from lm_pcfg.corpus.shards.shapes import NoteShape, ShapeError, checked, parse_json
+from lm_pcfg.corpus.text import TextError, read_bounded, read_lines
 from lm_pcfg.corpus.treebank import TreeError, bracketed, read_tree, read_trees
 from lm_pcfg.storage.durable import replace_file
 
 ROWS_AT_A_TIME = 16_384
-SHARD_BYTES = 256 << 20  # of text: long lines make shards of fewer
+SHARD_BYTES = 64 << 20  # of text: long lines make shards of fewer
 
 
 @dataclass(frozen=True)
@@ -180,12 +181,12 @@ def _made_of(task: Task, options: ReadOptions, vocabulary: AnyVocabulary) -> dic
 def finished(folder: Path, task: Task, options: ReadOptions, vocabulary: AnyVocabulary) -> Finished | None:
     """Return the shard that an earlier call made of these rows, if it is whole."""
     try:
-        stored = json.loads(_note(folder, task.file).read_bytes())
-        entry = ShardEntry.from_json(stored["entry"])
-        found = Finished(entry, Counts(**stored["counts"]), int(stored["rows"]), fresh=False)
-    except (OSError, ValueError, KeyError, TypeError):
+        note = checked(NoteShape, parse_json(read_bounded(_note(folder, task.file))))
+    except (OSError, ShapeError):
         return None
-    if stored.get("made_of") != _made_of(task, options, vocabulary):
+    entry = ShardEntry.of(note.entry)
+    found = Finished(entry, Counts(**note.counts.model_dump()), note.rows, fresh=False)
+    if note.made_of != _made_of(task, options, vocabulary) or entry.file != task.file:
         return None
     if problem_with(folder / SHARDS / task.file, entry) is not None:
         return None
@@ -248,22 +249,13 @@ def write_ids(path: Path, lengths: np.ndarray, ids: np.ndarray, columns: dict[st
     return ShardEntry(path.name, sha256, path.stat().st_size, groups)
 
 
-def make_durable(folder: Path) -> None:
-    """Fsync the folders, so that the names of the shards are on disk before a manifest lists them."""
-    for path in (folder / SHARDS, folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            with contextlib.suppress(OSError):  # some network file systems cannot fsync a folder
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def remove_leftovers(folder: Path) -> None:
     """Remove the files that a killed call was writing."""
-    for pattern in (".*.tmp", "*.tmp"):
-        for file in (folder / SHARDS).glob(pattern):
-            file.unlink(missing_ok=True)
+    ours = [name for pattern in (".*.tmp", "*.tmp") for name in (folder / SHARDS).glob(pattern)]
+    for name in (PLAN, MANIFEST, *TEXTS.values()):
+        ours += folder.glob(f"{name}.*tmp")
+    for file in ours:
+        file.unlink(missing_ok=True)
 
 
 def forget_notes(folder: Path) -> None:

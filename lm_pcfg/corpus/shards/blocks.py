@@ -21,6 +21,8 @@ from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.corpus.sentences import Damage, Sentences, sentences_within
 from lm_pcfg.corpus.shards.files import Chunk
 
+MOST_WORDS = 1 << 25  # of a block of several chunks: lines of thousands of words are fewer to a block
+
 
 @dataclass(frozen=True)
 class Block:
@@ -68,18 +70,18 @@ def group_chunks(chunks: Iterable[tuple[Chunk, Histogram, bool]], block_lines: i
     """
     blocks: list[Block] = []
     waiting: list[tuple[Chunk, Histogram]] = []
-    lines = 0
+    lines = words = 0
 
     def close() -> None:
-        nonlocal waiting, lines, first_line
+        nonlocal waiting, lines, words, first_line
         if waiting:
             blocks.append(Block(tuple(chunk for chunk, _ in waiting), first_line,
                                 Histogram.sum([histogram for _, histogram in waiting]), None))  # fmt: skip
             first_line += lines
-        waiting, lines = [], 0
+        waiting, lines, words = [], 0, 0
 
     for chunk, histogram, opens_here in chunks:
-        if lines + histogram.lines > block_lines:
+        if lines + histogram.lines > block_lines or words + histogram.words > MOST_WORDS:
             close()
         if not opens_here and chunk.first_row > 0:
             close()
@@ -91,6 +93,7 @@ def group_chunks(chunks: Iterable[tuple[Chunk, Histogram, bool]], block_lines: i
             continue
         waiting.append((chunk, histogram))
         lines += histogram.lines
+        words += histogram.words
     close()
     return blocks
 

@@ -11,35 +11,32 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from lm_pcfg.console import say
+from lm_pcfg.corpus.shards import parquet
+from lm_pcfg.corpus.shards.errors import ShardError, changed, reading_failed
 from lm_pcfg.corpus.text import (
     BINARY_CHECK_BYTES,
     COMPRESSION,
     EMBEDDED_PREFIX,
     TextError,
     check_binary,
+    most_text,
     open_text,
     resolve_source,
+    too_much_text,
 )
-from lm_pcfg.errors import UserError
 
 JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
 TEXT_SUFFIXES = {".txt", ".text", ".tokens", ".raw"}  # what a folder is searched for; a file given by name may have any
 PARQUET_SUFFIXES = {".parquet", ".pq"}
 TREE_SUFFIXES = {".trees", ".mrg", ".ptb", ".txt", ".brackets"}
-PARQUET_ROWS_AT_A_TIME = 4096
 BYTES_AT_A_TIME = 64 << 20  # a chunk of long rows has fewer of them
 
 OnError = Literal["fail", "skip"]
 Row = bytes | str | None  # bytes of a text or JSON line, or the value of a Parquet field
-
-
-class ShardError(UserError):
-    """A shard that cannot be read; the message is one line and begins with the file's name."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,8 @@ def scan(path: Path, shard: int, field: str, rows: int) -> Iterator[tuple[Chunk,
 
     What was read before the damage is given out first.
     """
-    first_row = 0
+    first_row = size = 0
+    most = None
     for start, content in _pieces(path, field):
         skip = 0
         while part := _take(content, rows, path):
@@ -175,6 +173,10 @@ def scan(path: Path, shard: int, field: str, rows: int) -> Iterator[tuple[Chunk,
             skip += len(part.rows)
             if part.damage is not None:
                 raise part.damage
+            if is_parquet(path):  # a text sees to it itself
+                size, most = size + part.size, most or most_text(path.stat().st_size)
+                if size > most:
+                    raise ShardError(too_much_text(str(path), most, parquet.WAY_OUT))
     if first_row == 0:
         raise ShardError(f"{path}: is empty; remove it, or pass over bad shards with on_error: skip")
 
@@ -189,6 +191,7 @@ class _ByteCount:
 class _Part:
     rows: list[Row]
     damage: ShardError | None
+    size: int = 0  # bytes or characters
 
     def __bool__(self) -> bool:
         return bool(self.rows) or self.damage is not None
@@ -196,9 +199,8 @@ class _Part:
 
 def _take(content: Iterator[Row], count: int, path: Path) -> _Part:
     rows: list[Row] = []
-    damage = None
+    damage, size = None, 0
     try:
-        size = 0
         for row in itertools.islice(content, count):
             rows.append(row)  # what came before an error is kept
             size += len(row or "")
@@ -207,16 +209,16 @@ def _take(content: Iterator[Row], count: int, path: Path) -> _Part:
     except ShardError as error:
         damage = error
     except (OSError, EOFError) as error:
-        damage = _reading_failed(path, error)
+        damage = reading_failed(path, error)
     if damage is not None and not rows:
         raise damage
-    return _Part(rows, damage)
+    return _Part(rows, damage, size)
 
 
 def _pieces(path: Path, field: str) -> Iterator[tuple[Any, Iterator[Row]]]:
     """Yield (place to open it, rows from there) for the row groups of Parquet, or for a text as a whole."""
     if is_parquet(path):
-        for group in _parquet_groups(path, field):
+        for group in parquet.groups(path, field):
             yield group, rows_from(path, field, group)
     else:
         yield (_ByteCount() if opens_anywhere(path) else 0), rows_from(path, field, 0)
@@ -225,7 +227,7 @@ def _pieces(path: Path, field: str) -> Iterator[tuple[Any, Iterator[Row]]]:
 def rows_from(path: Path, field: str, start: int) -> Iterator[Row]:
     """Yield the rows from a place where the shard can be opened; of Parquet, those of one row group."""
     if is_parquet(path):
-        yield from _parquet_rows(path, field, start)
+        yield from parquet.rows(path, field, start)
         return
     try:
         with open_text(path, str(path)) as handle:
@@ -262,7 +264,7 @@ class RowReader:
             rows = list(itertools.islice(self._stream, chunk.rows))
         except (OSError, EOFError) as error:
             self._place = None
-            raise _reading_failed(path, error) from None
+            raise reading_failed(path, error) from None
         except ShardError:
             self._place = None
             raise
@@ -271,92 +273,3 @@ class RowReader:
             self._place = None
             raise changed(path)
         return rows
-
-
-def changed(path: Path) -> ShardError:
-    return ShardError(f"{path}: is not what it was when this run began (rows are missing or differ); put it back")
-
-
-def _reading_failed(path: Path, error: BaseException) -> ShardError:
-    if isinstance(error, FileNotFoundError):
-        return ShardError(f"{path}: no such file; it was there when the shards were listed")
-    reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-    return ShardError(f"{path}: reading failed ({reason}); is the file whole? Copy it again")
-
-
-# ---- Parquet, through datasets --------------------------------------------------------------------------------------
-
-
-def _parquet_groups(path: Path, field: str) -> list[int]:
-    """Return the row groups of a Parquet file that have rows, after checking that it has the field.
-
-    Empty groups are numbered too, here as in `datasets`, which cannot read them.
-    """
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names, metadata = file.schema_arrow.names, file.metadata
-            groups = [group for group in range(file.num_row_groups) if metadata.row_group(group).num_rows]
-    except (OSError, pyarrow.ArrowException) as error:
-        raise _damaged_parquet(path, error) from None
-    if field not in names:
-        raise ShardError(f"{path}: has no column {field!r}; its columns: {', '.join(names)} (choose one with field)")
-    return groups
-
-
-def _damaged_parquet(path: Path, error: BaseException) -> ShardError:
-    if isinstance(error, FileNotFoundError):
-        return _reading_failed(path, error)
-    reason = " ".join(str(error).split())[:200]
-    return ShardError(f"{path}: damaged Parquet file ({reason}); copy or make it again")
-
-
-@lru_cache(maxsize=8)
-def _parquet_stream(path: Path, field: str, size: int, changed: int) -> Any:
-    """Open a `datasets` stream of Arrow tables, a shard for each row group. size, changed: keys of the cache."""
-    import datasets
-    import pyarrow.dataset
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is raised, and reported in one line
-    verified = pyarrow.dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
-    stream = datasets.load_dataset(
-        "parquet", data_files={"train": [glob.escape(str(path.absolute()))]}, split="train", streaming=True,
-        columns=[field], fragment_scan_options=verified,
-    )  # fmt: skip
-    return stream.with_format("arrow").reshard()
-
-
-def parquet_tables(path: Path, field: str, group: int) -> Iterator[Any]:
-    """Yield Arrow arrays of the field that together are the rows of one row group."""
-    from pyarrow import ArrowException  # a name of its own: modules are empty when Python ends with this in mid-file
-
-    try:
-        stat = path.stat()
-        stream = _parquet_stream(path, field, stat.st_size, stat.st_mtime_ns)
-        for table in stream.shard(stream.num_shards, group).iter(batch_size=PARQUET_ROWS_AT_A_TIME):
-            yield table.column(field).combine_chunks()
-    except (OSError, ValueError, IndexError, ArrowException) as error:
-        _parquet_stream.cache_clear()
-        if not path.exists():
-            raise _reading_failed(path, FileNotFoundError()) from None
-        raise _damaged_parquet(path, error) from None
-
-
-def _parquet_rows(path: Path, field: str, group: int) -> Iterator[Row]:
-    for array in parquet_tables(path, field, group):
-        try:
-            values = array.to_pylist()
-        except UnicodeDecodeError:
-            raise ShardError(
-                f"{path}: column {field!r} has text that is not valid UTF-8; make the file again"
-            ) from None
-        for value in values:
-            if isinstance(value, list) and all(isinstance(word, str) for word in value):
-                value = " ".join(value)  # a text that was tokenised
-            if value is not None and not isinstance(value, str):
-                raise ShardError(
-                    f"{path}: column {field!r} holds {type(value).__name__}, not text; choose another field"
-                )
-            yield value

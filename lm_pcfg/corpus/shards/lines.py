@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lm_pcfg.corpus.shards.files import Chunk, OnError, Row, ShardError, is_json, is_parquet
+from lm_pcfg.corpus.shards.errors import ShardError
+from lm_pcfg.corpus.shards.files import Chunk, OnError, Row, is_json, is_parquet
 from lm_pcfg.corpus.text import UTF8_BOM
 
 

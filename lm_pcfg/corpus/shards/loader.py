@@ -13,7 +13,8 @@ from lm_pcfg.corpus.batches import Batch, BatchOptions, plan_batches
 from lm_pcfg.corpus.lengths import KEPT
 from lm_pcfg.corpus.sentences import Sentences, with_ends
 from lm_pcfg.corpus.shards.blocks import StreamedText
-from lm_pcfg.corpus.shards.files import OnError, ShardError
+from lm_pcfg.corpus.shards.errors import ShardError
+from lm_pcfg.corpus.shards.files import OnError
 from lm_pcfg.corpus.shards.processes import in_order, make_pool
 
 

@@ -2,7 +2,8 @@
 
     vocab/           words.txt or pieces.model
     shards/*.parquet column `ids` (list of int32), 16,384 lines a row group; with trees also `text` and `tree`
-    manifest.json    counts, lengths, hashes, versions; written last, so a folder with a manifest is whole
+    manifest.json    counts, lengths, hashes, versions; written last, so a folder with a manifest is whole. Its
+                     `checksum` is of its own content (shapes.py); manifests of before it had one are read, too.
 
 Shards hold no blank lines and no `<eos>`: that is added when a model wants it.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,29 @@ from lm_pcfg.corpus.lengths import Histogram
 from lm_pcfg.corpus.pieces import AnyVocabulary, load_vocabulary
 from lm_pcfg.corpus.sentences import Damage
 from lm_pcfg.corpus.shards.blocks import BlockText, ShardedCorpus, fingerprint_of, group_chunks
-from lm_pcfg.corpus.shards.files import Chunk, ShardError, changed, parquet_tables
+from lm_pcfg.corpus.shards.errors import ShardError, changed
+from lm_pcfg.corpus.shards.files import Chunk
+from lm_pcfg.corpus.shards.parquet import prepared_ids
+from lm_pcfg.corpus.shards.shapes import (
+    CHECKSUM,
+    ManifestShape,
+    PlanShape,
+    ShapeError,
+    ShardShape,
+    check_checksum,
+    checked,
+    parse_json,
+    with_checksum,
+)
+from lm_pcfg.corpus.text import read_bounded
 from lm_pcfg.errors import UserError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 SHARDS = "shards"
 VOCABULARY = "vocab"
+PLAN = "prepare.json"  # what the folder is being made of
+TEXTS = {"text": "text.txt", "tree": "trees.txt"}  # by the column of the shards, where the corpus has trees
 IDS = "ids"
 ROW_GROUP_LINES = 16_384
 
@@ -56,9 +74,8 @@ class ShardEntry:
         }
 
     @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> ShardEntry:
-        groups = tuple(Histogram.from_json(group) for group in entry["row_groups"])
-        return cls(file=str(entry["file"]), sha256=str(entry["sha256"]), size=int(entry["size"]), groups=groups)
+    def of(cls, shape: ShardShape) -> ShardEntry:
+        return cls(shape.file, shape.sha256, shape.size, tuple(map(Histogram.from_json, shape.row_groups)))
 
 
 @dataclass(frozen=True)
@@ -84,20 +101,22 @@ def unfinished(path: str | Path) -> bool:
 def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     try:
-        content = json.loads(file.read_bytes())
+        content = parse_json(read_bounded(file))
         if content.get("format") != FORMAT:
-            raise PreparedError(f"{file}: format {content.get('format')!r}; this version reads {FORMAT}")
-        shards = tuple(ShardEntry.from_json(entry) for entry in content["shards"])
+            raise PreparedError(f"{file}: format {reprlib.repr(content.get('format'))}; this version reads {FORMAT}")
+        if CHECKSUM in content:
+            check_checksum(content)
+        shape = checked(ManifestShape, content)
     except OSError as error:
         raise PreparedError(f"{file}: cannot be read ({error.strerror}); make it with lm_pcfg prepare") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise PreparedError(f"{file}: damaged ({reason}); make the corpus again with lm_pcfg prepare") from None
-    return Manifest(folder, content, shards)
+    except ShapeError as error:
+        raise PreparedError(f"{file}: damaged ({error}); make the corpus again with lm_pcfg prepare") from None
+    return Manifest(folder, content, tuple(map(ShardEntry.of, shape.shards)))
 
 
 def manifest_text(content: dict[str, Any]) -> str:
-    """Format a manifest as JSON, with a key or a shard on each line."""
+    """Format a manifest as JSON, with a key or a shard on each line, and a checksum."""
+    content = with_checksum(content)
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items() if key != "shards"]
     shards = ",\n".join(json.dumps(shard) for shard in content["shards"])
     return "{\n" + ",\n".join([*lines, f'"shards": [\n{shards}\n]']) + "\n}\n"
@@ -113,11 +132,57 @@ def vocabulary_of(manifest: Manifest) -> AnyVocabulary:
 
 
 def verify(manifest: Manifest) -> None:
-    """Check size and hash of every shard."""
+    """Check size and hash of every shard; raise PreparedError for the first that is not as it was."""
+    for problem in _problems_of_shards(manifest):
+        raise PreparedError(f"{problem}; prepare the corpus again")
+
+
+def _problems_of_shards(manifest: Manifest) -> Iterator[str]:
     for entry in manifest.shards:
-        problem = problem_with(manifest.folder / SHARDS / entry.file, entry)
-        if problem:
-            raise PreparedError(f"{manifest.folder / SHARDS / entry.file}: {problem}; prepare the corpus again")
+        path = manifest.folder / SHARDS / entry.file
+        if problem := problem_with(path, entry):
+            yield f"{path}: {problem}"
+
+
+def verify_all(folder: Path) -> list[str]:
+    """Check all that a prepared corpus has: manifest, vocabulary, every shard, texts of trees. Say what is damaged."""
+    try:
+        manifest = read_manifest(folder)
+    except PreparedError as error:
+        return [str(error)]
+    problems = list(_problems_of_shards(manifest))
+    try:
+        vocabulary_of(manifest)
+    except UserError as error:
+        problems.append(str(error))
+    try:
+        checked(PlanShape, parse_json(read_bounded(folder / PLAN)))
+    except OSError as error:
+        problems.append(f"{folder / PLAN}: cannot be read ({error.strerror})")
+    except ShapeError as error:
+        problems.append(f"{folder / PLAN}: damaged ({error})")
+    options = manifest.content.get("options")
+    if isinstance(options, dict) and options.get("trees") and not problems:
+        problems += _problems_of_texts(manifest)
+    return problems
+
+
+def _problems_of_texts(manifest: Manifest) -> Iterator[str]:
+    """Compare text.txt and trees.txt with the shards, which hold the same."""
+    import pyarrow.parquet
+
+    for column, name in TEXTS.items():
+        digest = hashlib.sha256()
+        for entry in manifest.shards:
+            table = pyarrow.parquet.read_table(manifest.folder / SHARDS / entry.file, columns=[column])
+            for value in table.column(column).to_pylist():
+                digest.update(f"{value}\n".encode())
+        try:
+            with (manifest.folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest.hexdigest():
+                    yield f"{manifest.folder / name}: is not the text of the shards"
+        except OSError as error:
+            yield f"{manifest.folder / name}: cannot be read ({error.strerror})"
 
 
 def problem_with(path: Path, entry: ShardEntry) -> str | None:
@@ -125,6 +190,8 @@ def problem_with(path: Path, entry: ShardEntry) -> str | None:
     try:
         if path.stat().st_size != entry.size:
             return f"{path.stat().st_size:,} bytes instead of {entry.size:,}"
+        if not path.is_file():
+            return "not a plain file"
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                 return "its content does not match its sha256"
@@ -173,8 +240,13 @@ class PreparedCorpus(ShardedCorpus):
         self._vocabulary = vocabulary
         self.name = str(folder)
         # What `prepare --on-error skip` had to leave out is missing here, too.
-        self.damage = Damage(list(manifest.content["damage"]), manifest.counts.get("unreadable", 0))
+        messages = [" ".join(message.split()) for message in manifest.content["damage"]]
+        self.damage = Damage(messages, manifest.counts.get("unreadable", 0))
+        self._types = len(made_with)
+        self._entries = manifest.shards
+        self._always, self._compared = False, -1
         self._files = [folder / SHARDS / entry.file for entry in manifest.shards]
+        self._words = [[group.words for group in entry.groups] for entry in manifest.shards]
         chunks = []
         for number, entry in enumerate(manifest.shards):
             first_row = 0
@@ -187,10 +259,11 @@ class PreparedCorpus(ShardedCorpus):
 
     def check_sizes(self, on_missing: str) -> None:
         """Find missing or cut shards before the first epoch; reading finds other damage. on_missing: fail | skip."""
-        for entry, file in zip(read_manifest(Path(self.name)).shards, self._files, strict=True):
+        for entry, file in zip(self._entries, self._files, strict=True):
             try:
                 size = file.stat().st_size
                 problem = None if size == entry.size else f"{size:,} bytes instead of {entry.size:,}"
+                problem = problem if file.is_file() else "not a plain file"
             except OSError as error:
                 problem = error.strerror or "cannot be read"
             if problem:
@@ -199,23 +272,47 @@ class PreparedCorpus(ShardedCorpus):
                     raise ShardError(message)
                 self.damage.files.append(message)
 
+    def verify(self, on_error: str, *, always: bool) -> None:
+        """Compare all shards with their sha256. always: also whenever one is opened. on_error: fail | skip.
+
+        Under skip, a shard that differs is damage, and its blocks are lost when it is their turn.
+        """
+        self._always = always or on_error == "skip"
+        for number in range(len(self._files)):
+            try:
+                self._compare(number)
+            except ShardError as error:
+                if on_error == "fail":
+                    raise
+                if not any(message.startswith(f"{self._files[number]}: ") for message in self.damage.files):
+                    self.damage.files.append(str(error))
+
+    def _compare(self, number: int) -> None:
+        if problem := problem_with(self._files[number], self._entries[number]):
+            raise ShardError(f"{self._files[number]}: {problem}; put it back, or prepare the corpus again")
+
     def read(self, block: int) -> BlockText:
         ids, lengths = [], []
         for chunk in self.blocks[block].chunks:
             file = self._files[chunk.shard]
+            if self._always and self._compared != chunk.shard:
+                self._compare(chunk.shard)
+                self._compared = chunk.shard
             rows = 0
-            for array in parquet_tables(file, IDS, chunk.start):
+            for array in prepared_ids(file, IDS, chunk.start, self._words[chunk.shard][chunk.start]):
                 ids.append(array.flatten().to_numpy(zero_copy_only=False).astype(np.int32, copy=False))
                 lengths.append(array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64))
                 rows += len(array)
             if rows != chunk.rows:
                 raise changed(file)
-        all_lengths = _joined(lengths, np.int64)
+        all_ids, all_lengths = _joined(ids, np.int32), _joined(lengths, np.int64)
+        if len(all_ids) and not 0 <= all_ids.min() <= all_ids.max() < self._types:
+            raise ShardError(f"{file}: has numbers that are no words of its vocabulary; prepare the corpus again")
         if Histogram.of(all_lengths) != self.blocks[block].histogram:
             raise changed(self._files[self.blocks[block].chunks[0].shard])
         first = self.blocks[block].first_line
         return BlockText(
-            ids=self._vocabulary.stored(_joined(ids, np.int32)),
+            ids=self._vocabulary.stored(all_ids),
             offsets=np.concatenate([[0], np.cumsum(all_lengths)]),
             lines=np.arange(first, first + len(all_lengths)),
         )

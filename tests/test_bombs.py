@@ -1,0 +1,203 @@
+"""Small files that stand for gigabytes are refused in one line, in bounded memory, and are not called damaged."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from lm_pcfg.corpus import text
+from lm_pcfg.corpus.lengths import Histogram
+from lm_pcfg.corpus.shards import blocks, files, parquet
+from lm_pcfg.corpus.shards.errors import ShardError
+from lm_pcfg.corpus.shards.files import Chunk
+from lm_pcfg.corpus.shards.raw import IndexStore, RawCorpus, RawOptions
+from lm_pcfg.corpus.text import TextError, read_lines
+from shards import NUMBERS
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+KIND = pa.dictionary(pa.int32(), pa.string())
+
+
+def write_zst(path: Path, part: bytes, times: int) -> Path:
+    with path.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as writer:
+        for _ in range(times):
+            writer.write(part)
+    return path
+
+
+def write_dictionary(path: Path, value: str, rows: int) -> Path:
+    """A Parquet file with one value, and its number in every row."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([value]))
+    pq.write_table(pa.table({"text": column}), path, compression="zstd", store_schema=False)
+    return path
+
+
+def write_list(path: Path, words: list[str], rows: int) -> Path:
+    pq.write_table(pa.table({"text": [words] * rows}), path, compression="zstd")
+    return path
+
+
+def problem_with(folder: Path, file: Path, **options) -> str:
+    with pytest.raises(ShardError) as caught:
+        RawCorpus("test", [file], RawOptions(**options), NUMBERS, IndexStore(folder / "index"))
+    message = str(caught.value)
+    assert message.startswith(str(file))
+    assert "\n" not in message
+    assert "amaged" not in message
+    assert "whole" not in message
+    return message
+
+
+# ---- a line or row without end --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_lines(monkeypatch):
+    for module in (text, parquet):
+        monkeypatch.setattr(module, "LONGEST_LINE", 1 << 18)
+    monkeypatch.setattr(parquet, "SMALL_BATCH", 1 << 18)
+
+
+@pytest.mark.parametrize("kind", [".txt", ".txt.gz", ".txt.zst", ".jsonl"])
+def test_a_line_without_end_is_named(tmp_path, short_lines, kind):
+    content = b"w1 w2\n" * 3 + b"w3 " * 200_000
+    file = tmp_path / f"a{kind}"
+    if kind.endswith(".gz"):
+        file.write_bytes(gzip.compress(content))
+    elif kind.endswith(".zst"):
+        write_zst(file, content, 1)
+    else:
+        file.write_bytes(content if kind == ".txt" else content.replace(b"w1 w2", b'{"text": "w1 w2"}'))
+    assert "line 4 has more than 0 MiB; break it up" in problem_with(tmp_path, file)
+    if kind != ".jsonl":
+        with pytest.raises(TextError, match="line 4 has more than"):
+            list(read_lines(file))
+
+
+def test_a_line_without_end_on_standard_input(short_lines, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"w1\n" + b"w2 " * 200_000)))
+    with pytest.raises(TextError, match="line 2 has more than"):
+        list(read_lines("-"))
+
+
+@pytest.mark.parametrize("rows", ["text", "large text", "words", "words of another encoding"])
+def test_a_row_without_end_is_named(tmp_path, short_lines, rows):
+    values = ["w1 w2", None, "w3 " * 200_000, "w4"]
+    file = tmp_path / "a.parquet"
+    lists = [value and value.split() for value in values]
+    column = pa.array(lists) if "words" in rows else pa.array(values, pa.large_string() if "large" in rows else None)
+    other = {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"} if "another" in rows else {}
+    pq.write_table(pa.table({"text": column}), file, **other)
+    assert "row 3 has more than" in problem_with(tmp_path, file)
+
+
+def test_what_comes_before_a_line_without_end_is_kept(tmp_path, short_lines):
+    (tmp_path / "a.txt").write_bytes(b"w1 w2\n" * 50 + b"w3 " * 200_000)
+    corpus = RawCorpus(
+        "test", [tmp_path / "a.txt"], RawOptions(on_error="skip"), NUMBERS, IndexStore(tmp_path / "index")
+    )
+    assert corpus.lines == 50
+    assert "line 51" in corpus.damage.files[0]
+
+
+# ---- more text than a file can have ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [".gz", ".zst"])
+def test_a_compressed_text_may_become_so_much(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(text, "ANY_MAY_BECOME", 1 << 20)
+    content = b"w1 w2 w3\n" * 200_000
+    file = tmp_path / f"a.txt{kind}"
+    file.write_bytes(gzip.compress(content) if kind == ".gz" else zstandard.compress(content))
+    if kind == ".gz":
+        monkeypatch.setattr(text, "MOST_EXPANSION", 100)
+    assert "becomes more than 1 MiB of text" in problem_with(tmp_path, file)
+    with pytest.raises(TextError, match=r"becomes more than .* decompress it first"):
+        list(read_lines(file))
+    monkeypatch.setattr(text, "MOST_EXPANSION", 100_000)
+    assert RawCorpus("test", [file], RawOptions(), NUMBERS, IndexStore(tmp_path / "index")).lines == 200_000
+
+
+@pytest.mark.parametrize(("value", "rows"), [("w1 w2 w3", 200_000), ("w1 w2 " * 1000, 200)])
+def test_a_parquet_file_may_become_so_much(tmp_path, monkeypatch, value, rows):
+    monkeypatch.setattr(text, "ANY_MAY_BECOME", 1 << 20)
+    monkeypatch.setattr(files, "BYTES_AT_A_TIME", 1 << 18)
+    file = write_dictionary(tmp_path / "a.parquet", value, rows)
+    assert "becomes more than 1 MiB of text" in problem_with(tmp_path, file)
+
+
+def test_batches_of_parquet_are_bounded_by_bytes(tmp_path, monkeypatch):
+    file = write_dictionary(tmp_path / "a.parquet", "w1 w2 " * 10_000, 200)
+    taken = []
+    original = parquet._texts
+    monkeypatch.setattr(parquet, "_texts", lambda array, *rest: taken.append(array.nbytes) or original(array, *rest))
+    with monkeypatch.context() as patch:
+        patch.setattr(parquet, "BYTES_AT_A_TIME", 1 << 20)
+        rows = list(parquet.rows(file, "text", 0))
+    assert rows == ["w1 w2 " * 10_000] * 200
+    assert max(taken) <= 1 << 20
+    taken.clear()
+    short = tmp_path / "b.parquet"
+    pq.write_table(pa.table({"text": [f"w{k}" for k in range(10_000)]}), short)
+    assert len(list(parquet.rows(short, "text", 0))) == 10_000
+    assert len(taken) <= 4  # the dictionary of ordinary text is no reason for small batches
+
+
+def test_blocks_are_bounded_by_words(monkeypatch):
+    chunks = [(Chunk(0, k, 1), Histogram.of(np.array([1000])), True) for k in range(100)]
+    assert len(blocks.group_chunks(chunks, 1000)) == 1
+    monkeypatch.setattr(blocks, "MOST_WORDS", 10_000)
+    assert [block.histogram.words for block in blocks.group_chunks(chunks, 1000)] == [10_000] * 10
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys, tempfile
+from pathlib import Path
+import datasets, pyarrow.parquet
+from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
+from lm_pcfg.corpus.shards.raw import IndexStore, RawOptions, build_vocabulary
+from lm_pcfg.corpus.vocabulary import VocabularyOptions
+from lm_pcfg.errors import UserError
+
+def most_memory():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 2**20
+
+before = most_memory()
+for file in sys.argv[1:]:
+    for use in (lambda: prepare([file], Path(tempfile.mkdtemp()), PrepareOptions(), processes=1),
+                lambda: build_vocabulary([Path(file)], RawOptions(), VocabularyOptions(), IndexStore(Path(tempfile.mkdtemp())))):
+        try:
+            use()
+        except UserError as error:
+            print(error)
+print(most_memory() - before)
+"""  # noqa: E501
+
+
+def test_bombs_take_no_gigabytes(tmp_path):
+    bombs = [
+        write_zst(tmp_path / "line.txt.zst", b"a" * (1 << 20), 2600),
+        write_dictionary(tmp_path / "rows.parquet", "x" * (1 << 20), 4096),
+        write_list(tmp_path / "words.parquet", ["x" * 1000] * 20_000, 100),
+    ]
+    assert all(bomb.stat().st_size < 100_000 for bomb in bombs)
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE, *map(str, bombs)], capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'kernels'}"},
+    )  # fmt: skip
+    *messages, gigabytes = result.stdout.splitlines()
+    assert len(messages) == 6, result.stderr
+    assert not any("amaged" in message for message in messages)
+    assert float(gigabytes) < 0.9
