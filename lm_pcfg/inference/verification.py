@@ -37,14 +37,9 @@ def verify(folder: Path, on_checkpoint: Callable[[], None] = lambda: None) -> Fi
 
 
 def _verify_corpus(folder: Path) -> Findings:
-    found = Findings(str(folder))
-    try:
-        manifest = prepared.read_manifest(folder)
-        found.counts = {"shards": len(manifest.shards)}
-        prepared.verify(manifest)
-        prepared.vocabulary_of(manifest)
-    except UserError as error:
-        found.damaged.append(str(error))
+    found = Findings(str(folder), damaged=prepared.verify_all(folder))
+    if not found.damaged:
+        found.counts = {"shards": len(prepared.read_manifest(folder).shards)}
     return found
 
 
