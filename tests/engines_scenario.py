@@ -133,9 +133,7 @@ def evaluates_alike(folder: Path, engine: str) -> None:
     trainer = loop.Steps(settings, Engine(settings))
     source = folder / "runs" / "single-1" / "checkpoints" / f"step-{SAVED:08d}"
     loop.restore(trainer, source, same_run=False)
-    result = loop.evaluate(
-        trainer.skeleton, trainer.evaluated_weights(), trainer.corpora.valid, settings, trainer.engine
-    )
+    result = loop.evaluate(trainer.skeleton, trainer.evaluated_weights(), trainer.corpora, settings, trainer.engine)
     if trainer.engine.is_main:
         file = folder / f"evaluated-{engine}-{trainer.engine.world_size}.json"
         file.write_text(json.dumps([result.score.nll.hex(), result.score.words, result.score.lines]))
