@@ -44,7 +44,7 @@ def use(run: Path, steps: loop.Steps) -> None:
     loop.restore(steps, checkpoint.latest(run), same_run=True)
 
 
-@pytest.mark.parametrize("share", [0.2, pytest.param(1.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("share", [0.2, pytest.param(1.0, marks=pytest.mark.chaos)])
 def test_any_value_at_any_place(trained, share):
     run, steps = trained
     chosen = random.Random(0)

@@ -117,7 +117,7 @@ def flipped(path: Path, share: float) -> Iterator[int]:
 
 
 def shares(short: float) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("share", [short, pytest.param(1.0, marks=pytest.mark.long)])
+    return pytest.mark.parametrize("share", [short, pytest.param(1.0, marks=pytest.mark.chaos)])
 
 
 @shares(0.05)
