@@ -31,16 +31,16 @@ install-dev: $(VENV)/.installed-dev
 test: $(VENV)/.installed-dev
 	$(PYTEST) $(JOBS) -m "not long and not chaos and not kernels"
 
-# Those marked `long`: the demo, launchers, engines, faults, SLURM, every specialisation of a kernel for sm_80.
+# Those marked `long`: the demo, launchers, engines, faults, SLURM, every specialisation of a kernel compiled.
 # One process more than there are cores: the tests of SLURM and of faults mostly wait.
 test-long: $(VENV)/.installed-dev
 	$(PYTEST) $(LONG_JOBS) -m "long and not chaos and not kernels"
 
-# What kernels need many minutes for without a GPU: long sentences in the interpreter, every specialisation for sm_90.
+# What kernels need many minutes for without a GPU: long sentences in the interpreter.
 test-kernels: $(VENV)/.installed-dev
 	$(PYTEST) $(JOBS) -m kernels
 
-test-all: test test-long test-kernels
+test-all: test test-long
 
 # The property tests with examples never seen before (`make test` takes the same ones each time).
 fuzz: $(VENV)/.installed-dev

@@ -231,9 +231,8 @@ def test_every_kernel_compiles():
         assert compiled(launch, 90).asm["cubin"]
 
 
-@pytest.mark.parametrize(
-    "capability", [pytest.param(80, marks=pytest.mark.long), pytest.param(90, marks=pytest.mark.kernels)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("capability", [80, 90])
 def test_every_specialisation_compiles(launches, capability):
     assert {kernel.fn.__name__ for kernel, _ in launches} == one_of_each().keys()
     for launch in launches:
