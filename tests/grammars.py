@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import torch
@@ -77,10 +77,14 @@ def bracketings(i: int, j: int) -> Iterator[list[tuple[Span, Span, Span]]]:
                 yield [((i, j), (i, k), (k, j)), *left, *right]
 
 
-def enumerate_trees(rules: Rules, emissions: Tensor) -> tuple[float, np.ndarray]:
+def crosses(one: Span, other: Span) -> bool:
+    return one[0] < other[0] < one[1] < other[1] or other[0] < one[0] < other[1] < one[1]
+
+
+def enumerate_trees(rules: Rules, emissions: Tensor, brackets: Collection[Span] = ()) -> tuple[float, np.ndarray]:
     """Total probability of a sentence, and the posterior of every span, by listing every labelled tree.
 
-    emissions: [l, P]. For each bracketing the probabilities of all its labellings form one tensor with an axis a node
+    emissions: [l, P]; brackets: trees that cross one of these do not count. For each bracketing the probabilities of all its labellings form one tensor with an axis a node
     (N or P labels), so every labelled tree is one entry of it.
     """
     root, left, right = (tensor.double().numpy() for tensor in rules)
@@ -94,6 +98,8 @@ def enumerate_trees(rules: Rules, emissions: Tensor) -> tuple[float, np.ndarray]
         total = 0.0
         for tree in bracketings(0, length):
             spans = sorted({span for rule in tree for span in rule})
+            if any(crosses(span, bracket) for span in spans for bracket in brackets):
+                continue
             axis = {span: number for number, span in enumerate(spans)}
 
             def along(array: np.ndarray, *nodes: Span, axis: dict[Span, int] = axis) -> np.ndarray:

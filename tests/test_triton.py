@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,22 +77,24 @@ def cut_rows(monkeypatch):
     return cut
 
 
-def gradients(rules, emissions, lengths, weight, precision, backend, inside=flash_inside.inside):
+def gradients(rules, emissions, lengths, weight, precision, backend, inside=flash_inside.inside, **options):
     inputs = [tensor.clone().requires_grad_() for tensor in (*rules, emissions)]
-    log_z = inside(Rules(*inputs[:3]), inputs[3], lengths, precision, backend)
+    log_z = inside(Rules(*inputs[:3]), inputs[3], lengths, precision, backend, **options)
     possible = torch.where(log_z.isinf(), 0.0, log_z)
     return log_z.detach().double(), torch.autograd.grad((possible * weight).sum(), inputs)
 
 
-def compare(n, p, lengths, *, precision="fp32", root="all", spread=1.0, seed=0, tolerance=(1e-6, 1e-5), inside=None):
+def compare(
+    n, p, lengths, *, precision="fp32", root="all", spread=1.0, seed=0, tolerance=(1e-6, 1e-5), inside=None, **options
+):
     """Log Z, and every gradient as expected counts, against fp64 log space on the same rounded tensors."""
     rules_type = torch.bfloat16 if precision == "bf16" else torch.float32
     rules = Rules(*(t.to(DEVICE) for t in random_rules(n, p, root=root, spread=spread, seed=seed, dtype=rules_type)))
     emissions = random_emissions(sum(lengths), p, spread=spread, seed=seed, dtype=torch.float32).to(DEVICE)
     weight = torch.linspace(0.5, 2.0, len(lengths)).to(DEVICE)
-    ours = gradients(rules, emissions, lengths, weight, precision, "triton", inside or flash_inside.inside)
+    ours = gradients(rules, emissions, lengths, weight, precision, "triton", inside or flash_inside.inside, **options)
     wide = Rules(*(t.double() for t in rules))
-    truth = gradients(wide, emissions.double(), lengths, weight, "fp64", "reference")
+    truth = gradients(wide, emissions.double(), lengths, weight, "fp64", "reference", **options)
     allowed = tolerance[0] * torch.maximum(truth[0].abs(), torch.tensor(lengths, dtype=torch.float64, device=DEVICE))
     assert torch.equal(ours[0].isinf(), truth[0].isinf())
     possible = ~truth[0].isinf()
@@ -110,6 +113,39 @@ def compare(n, p, lengths, *, precision="fp32", root="all", spread=1.0, seed=0, 
 )
 def test_every_output_and_gradient(n, p, lengths, root):
     compare(n, p, lengths, root=root)
+
+
+BRACKETS = {1: [], 3: [(1, 3)], 6: [(0, 2), (2, 6), (3, 5)], 9: [(0, 9), (1, 8), (1, 4), (5, 8)]}
+
+
+@runs_kernels
+@pytest.mark.parametrize(("precision", "columns"), [("fp32", 16), ("fp32", 4), ("bf16", 16)])
+def test_trees_that_cross_brackets_do_not_count(precision, columns, cut_rows):
+    """In one block of a row and in several, and with what rounding leaves of short sentences."""
+    cut_rows(columns, 2)
+    lengths = [6, 9, 1, 3, 6]
+    limits = np.concatenate([flash_inside.span_limits(BRACKETS[length], length) for length in lengths])
+    statistics = flash_inside.Statistics()
+    tolerance = (1e-6, 1e-5) if precision == "fp32" else (2e-3, 2e-2)
+    compare(7, 5, lengths, precision=precision, tolerance=tolerance, limits=limits, statistics=statistics)
+    assert statistics.recomputed == 0
+
+
+@runs_kernels
+def test_a_graph_takes_the_brackets_of_each_batch():
+    from flash_inside.triton import graphs
+
+    n, p, single = 7, 5, torch.float32
+    bucket = graphs.Bucket(0, n, p, n, "fp32", single, (single,) * 4, 4, 6, False, bracketed=True)
+    graph = graphs.Graph(bucket, graphs.Arena(graphs.Graph.size(bucket), torch.device(DEVICE)))
+    rules = Rules(*(t.to(DEVICE) for t in random_rules(n, p, root="nonterminals", dtype=single)))
+    for lengths in ([6, 3, 6], [3, 6], [3, 3, 3, 6]):
+        emissions = random_emissions(sum(lengths), p, dtype=single, seed=len(lengths)).to(DEVICE)
+        limits = np.concatenate([flash_inside.span_limits(BRACKETS[length], length) for length in lengths])
+        log_z, trusted, _ = graph.run(*rules, emissions, lengths, limits).results(len(lengths))
+        truth = flash_inside.inside(rules, emissions, lengths, "fp32", "reference", limits=limits)
+        torch.testing.assert_close(log_z, truth, rtol=1e-5, atol=0)
+        assert trusted.all()
 
 
 @runs_kernels

@@ -12,10 +12,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
-from flash_inside import Rules
+from flash_inside import Rules, span_limits
 from flash_inside.benchmarks.sizes import ptb_lengths
 from flash_inside.dropout import hashed_dropout
 from flash_inside.packing import Layout
@@ -105,16 +106,18 @@ def without_memory(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
 
-def launch_inside(n, p, precision, lengths, root_type=None):
+def launch_inside(n, p, precision, lengths, root_type=None, bracketed=False):
     """Both passes, with and without one-word sentences."""
     from flash_inside.triton import backend
+
+    limits = np.concatenate([span_limits([], length) for length in lengths]) if bracketed else None
 
     rules_type = torch.bfloat16 if precision == "bf16" else torch.float32
     for root_size, layout in ((n + p, Layout(lengths)), (n, None)):  # and with and without posteriors
         root = without_memory(root_size, dtype=root_type or rules_type)
         left, right = (without_memory(n, n + p, dtype=rules_type) for _ in range(2))
         emissions = without_memory(sum(lengths), p)
-        result = backend.inside(Rules(root, left, right), emissions, lengths, precision, layout)
+        result = backend.inside(Rules(root, left, right), emissions, lengths, precision, layout, limits)
         torch.autograd.grad(result.log_z.sum(), (root, left, right, emissions))
 
 
@@ -163,6 +166,9 @@ def launches():
         for n, p, precision in TRAINING_SIZES:
             for lengths in LARGE_BATCHES:
                 launch_inside(n, p, precision, lengths, root_type=torch.float64)
+        for n, precision in ((64, "fp32"), (1024, "bf16"), (4096, "bf16")):
+            for lengths in ([8, 2], *LARGE_BATCHES):
+                launch_inside(n, 2 * n, precision, lengths, root_type=torch.float64, bracketed=True)
         for n, p, _ in TRAINING_SIZES[::2]:
             launch_softmaxes(n, p)
             for lengths in VITERBI_BATCHES:

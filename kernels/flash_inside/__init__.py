@@ -3,6 +3,7 @@
 Tensors only: charts, scales, autograd. Nothing here knows about models, text or training.
 """
 
+from flash_inside.brackets import span_limits
 from flash_inside.interface import (
     BACKENDS,
     free_memory,
@@ -31,6 +32,7 @@ __all__ = [
     "mbr",
     "rules_type",
     "sample_trees",
+    "span_limits",
     "span_marginals",
     "viterbi",
 ]

@@ -7,10 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flash_inside import recomputation, reference, sampling, trees
+from flash_inside.brackets import check_limits
 from flash_inside.devices import triton_installed
 from flash_inside.precision import FORMATS, check_precision
 from flash_inside.recomputation import Statistics, first_pass
@@ -26,6 +28,7 @@ def inside(
     precision: str = "fp32",
     backend: str = "auto",
     statistics: Statistics | None = None,
+    limits: np.ndarray | None = None,
 ) -> Tensor:
     """Return the natural log marginal probability of every sentence: [B], fp64 for precision "fp64", else fp32.
 
@@ -35,6 +38,7 @@ def inside(
     precision   "fp64" | "fp32" (true fp32, never TF32) | "tf32" (on a device without TF32: fp32) | "bf16"
     backend     "triton" (scaled linear space, CUDA) | "torch" (the same, any device) | "reference" (log space, slow)
                 | "auto": "triton" for CUDA tensors unless in fp64, else "torch"
+    limits      int32 [sum(lengths), 2] of `span_limits`, packed likewise: only trees that cross no bracket count
 
     Differentiable (once) in root, left, right and emissions. A sentence the grammar cannot generate has -inf and a zero
     gradient. A sentence whose numbers leave the range of the format is recomputed, so it is right for any rules. A
@@ -47,20 +51,29 @@ def inside(
         statistics.sentences += len(lengths)
     if not lengths:  # a rank without data: no sentence, but still connected to the graph
         return (emissions.sum(1) + connection(rules, emissions)).to(FORMATS[precision].compute)
+    if limits is not None:
+        limits = check_limits(limits, lengths)
     if backend == "reference":
-        return reference.inside(rules, emissions, lengths, FORMATS[precision].compute)
+        return reference.inside(rules, emissions, lengths, FORMATS[precision].compute, limits)
     if rules.per_sentence:
-        parts = zip(range(len(lengths)), emissions.split(lengths), lengths, strict=True)
-        scores = [
-            recomputation.inside(rules.of_sentence(b), words, [length], precision, backend, statistics)
-            for b, words, length in parts
-        ]
+        ends = np.cumsum(lengths).tolist()
+        scores = []
+        for b, (words, length, end) in enumerate(zip(emissions.split(lengths), lengths, ends, strict=True)):
+            own = None if limits is None else limits[end - length : end]
+            scores.append(
+                recomputation.inside(rules.of_sentence(b), words, [length], precision, backend, statistics, own)
+            )
         return torch.cat(scores)
-    return recomputation.inside(rules, emissions, lengths, precision, backend, statistics)
+    return recomputation.inside(rules, emissions, lengths, precision, backend, statistics, limits)
 
 
 def inside_unchecked(
-    rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int], precision: str = "fp32", backend: str = "auto"
+    rules: Rules,
+    emissions: Tensor,
+    lengths: Tensor | Sequence[int],
+    precision: str = "fp32",
+    backend: str = "auto",
+    limits: np.ndarray | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do as `inside`, but recompute nothing, so that the host need not wait: return log Z and trusted, both [B].
 
@@ -70,9 +83,11 @@ def inside_unchecked(
     lengths = _check(rules, emissions, lengths, precision, backend)
     backend = _choose(backend, emissions, precision)
     if not lengths or rules.per_sentence or backend == "reference":
-        log_z = inside(rules, emissions, lengths, precision, backend)
+        log_z = inside(rules, emissions, lengths, precision, backend, limits=limits)
         return log_z, torch.ones_like(log_z, dtype=torch.bool)
-    log_z, trusted, _ = first_pass(rules, emissions, lengths, precision, backend)
+    if limits is not None:
+        limits = check_limits(limits, lengths)
+    log_z, trusted, _ = first_pass(rules, emissions, lengths, precision, backend, limits=limits)
     return log_z, trusted
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,30 +29,43 @@ class Statistics:
 
 
 def first_pass(
-    rules: Rules, emissions: Tensor, lengths: list[int], precision: str, backend: str, layout: Layout | None = None
+    rules: Rules,
+    emissions: Tensor,
+    lengths: list[int],
+    precision: str,
+    backend: str,
+    layout: Layout | None = None,
+    limits: np.ndarray | None = None,
 ) -> scaled.Result:
-    """Compute in scaled linear space. Give a layout to get the posteriors of its rows."""
+    """Compute in scaled linear space. Give a layout to get the posteriors of its rows. limits: see brackets.py."""
     if backend == "triton":
         from flash_inside.triton import backend as triton_backend  # imported where it is used: needs triton
 
-        return triton_backend.inside(rules, emissions, lengths, precision, layout)
-    return scaled.inside(rules, emissions, layout or Layout(lengths), precision)
+        return triton_backend.inside(rules, emissions, lengths, precision, layout, limits)
+    return scaled.inside(rules, emissions, layout or Layout(lengths), precision, limits)
 
 
 def inside(
-    rules: Rules, emissions: Tensor, lengths: list[int], precision: str, backend: str, statistics: Statistics | None
+    rules: Rules,
+    emissions: Tensor,
+    lengths: list[int],
+    precision: str,
+    backend: str,
+    statistics: Statistics | None,
+    limits: np.ndarray | None = None,
 ) -> Tensor:
     """Return log Z of every sentence, differentiable: [B]."""
-    log_z, trusted, _ = first_pass(rules, emissions, lengths, precision, backend)
+    log_z, trusted, _ = first_pass(rules, emissions, lengths, precision, backend, limits=limits)
     for sentences in _one_word_and_others(_doubtful(trusted), lengths):
         words, their_lengths = _take(emissions, lengths, sentences, precision, statistics)
+        their_limits = None if limits is None else taken(limits, lengths, sentences)
         if their_lengths[0] == 1:
             again = reference.one_word_inside(rules.root, words, rules.nonterminals)
         elif precision == "fp64":
-            again = reference.inside(rules, words, their_lengths)
+            again = reference.inside(rules, words, their_lengths, limits=their_limits)
         else:
             wide_rules = Rules(*(upcast(tensor) for tensor in rules))
-            again = inside(wide_rules, upcast(words), their_lengths, "fp64", "torch", statistics)
+            again = inside(wide_rules, upcast(words), their_lengths, "fp64", "torch", statistics, their_limits)
         index = torch.tensor(sentences, device=log_z.device)
         log_z = log_z.index_put((index,), again.to(log_z.dtype))
     return log_z
@@ -86,6 +100,12 @@ def _one_word_and_others(sentences: list[int], lengths: list[int]) -> list[list[
     to convert those of a large grammar to fp64 for them would take gigabytes and a tenth of a second."""
     parts = [[b for b in sentences if (lengths[b] == 1) == one_word] for one_word in (True, False)]
     return [part for part in parts if part]
+
+
+def taken(packed: np.ndarray, lengths: Sequence[int], sentences: Sequence[int]) -> np.ndarray:
+    """Return the rows of some sentences of a packed array [sum(lengths), ...]."""
+    parts = np.split(packed, np.cumsum(lengths)[:-1])
+    return np.concatenate([parts[sentence] for sentence in sentences])
 
 
 def _take(

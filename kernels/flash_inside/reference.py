@@ -11,19 +11,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flash_inside.brackets import allowed_spans
 from flash_inside.precision import upcast
 from flash_inside.rules import Rules, connection, log
 
 NEGATIVE_INFINITY = float("-inf")
 
 
-def inside(rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return sentence log marginals [B] in `dtype` (fp64 or fp32)."""
+def inside(
+    rules: Rules,
+    emissions: Tensor,
+    lengths: list[int],
+    dtype: torch.dtype = torch.float64,
+    limits: np.ndarray | None = None,
+) -> Tensor:
+    """Return sentence log marginals [B] in `dtype` (fp64 or fp32). limits: see brackets.py."""
+    span_scores: list[Tensor | None] = [None] * len(lengths)
+    if limits is not None:
+        of_sentences = np.split(limits, np.cumsum(lengths)[:-1])
+        allowed = [torch.from_numpy(allowed_spans(own)).to(emissions.device) for own in of_sentences]
+        span_scores = [torch.where(table, 0.0, NEGATIVE_INFINITY).to(dtype) for table in allowed]
     scores = [
-        _inside_of_sentence(rules.of_sentence(b), words, dtype, span_scores=None)
+        _inside_of_sentence(rules.of_sentence(b), words, dtype, span_scores[b])
         for b, words in enumerate(emissions.split(lengths))
     ]
     # Every input stays connected, so that what no tree of the batch uses has a zero gradient and not none.

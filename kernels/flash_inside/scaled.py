@@ -20,9 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flash_inside.brackets import allowed_rows
 from flash_inside.packing import Layout
 from flash_inside.precision import (
     LARGEST_D_OF_TORCH,
@@ -45,10 +47,12 @@ class Result(NamedTuple):
     posterior: Tensor  # [rows] of the layout: posterior probability of every span
 
 
-def inside(rules: Rules, emissions: Tensor, layout: Layout, precision: str) -> Result:
+def inside(
+    rules: Rules, emissions: Tensor, layout: Layout, precision: str, limits: np.ndarray | None = None
+) -> Result:
     """Return log marginals in the caller's order. The gradient of a sentence that is not trusted is zero."""
     root, left, right = rules
-    log_z, trusted, posterior = _ScaledInside.apply(root, left, right, emissions, layout, precision)
+    log_z, trusted, posterior = _ScaledInside.apply(root, left, right, emissions, layout, precision, limits)
     return Result(log_z, trusted, posterior)
 
 
@@ -70,8 +74,14 @@ class _Weights:
 class _Chart:
     """Forward pass. Rows are those of the layout; scales are fp64, because fp32 scales cap the accuracy at 1e-6."""
 
-    def __init__(self, weights: _Weights, emissions: Tensor, layout: Layout, precision: Format):
+    def __init__(
+        self, weights: _Weights, emissions: Tensor, layout: Layout, precision: Format, limits: np.ndarray | None = None
+    ):
         self.weights, self.layout, self.precision = weights, layout, precision
+        #: [rows] bool: spans that cross no bracket; None: all of them
+        self.allowed = None
+        if limits is not None:
+            self.allowed = torch.from_numpy(allowed_rows(limits, layout)).to(emissions.device)
         self.n = weights.children.shape[1]
         self._split_rows: dict[int, tuple[Tensor, Tensor]] = {}
         self._splits_kept = 0
@@ -104,6 +114,8 @@ class _Chart:
             if self._splits_kept <= MOST_SPLITS_KEPT:
                 self._split_rows[width] = left, right
         log_scale = self.child_scale[:, 0][left] + self.child_scale[:, 1][right]
+        if self.allowed is not None:  # no split of a span that is not allowed counts, so its row is zero
+            log_scale.masked_fill_(~self.allowed[self.layout.span_rows(width), None], float("-inf"))
         first = self.layout.span_rows(width).start
         step = max(1, LARGEST_BLOCK // (self.n * (width - 1)))
         for start in range(0, left.shape[0], step):
@@ -162,6 +174,8 @@ def _lost_rows(chart: _Chart, emissions: Tensor) -> Tensor:
     for width in range(2, layout.longest + 1):
         for rows, left, right, _ in chart.splits(width):
             beta_yes = (yes[:, 0][left] & yes[:, 1][right]).any(1)  # [r, N]
+            if chart.allowed is not None:
+                beta_yes &= chart.allowed[rows, None]
             yes[rows] = (beta_yes.to(compute) @ children > 0).view(-1, 2, chart.n)
     return (chart.child_scale.isinf() & yes.any(2)).any(1)
 
@@ -217,14 +231,15 @@ class _ScaledInside(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, root: Tensor, left: Tensor, right: Tensor, emissions: Tensor, layout: Layout, precision_name: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, root: Tensor, left: Tensor, right: Tensor, emissions: Tensor, layout: Layout, precision_name: str,
+        limits: np.ndarray | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         precision = chart_format(precision_name, left.shape[0], shortest=int(layout.lengths[-1]))
         rules, device = Rules(root, left, right), emissions.device
         n, words = rules.nonterminals, layout.words
         with matmul_precision(precision_name):
             weights = _Weights.of(rules, precision)
-            chart = _Chart(weights, emissions, layout, precision)
+            chart = _Chart(weights, emissions, layout, precision, limits)
 
             # root . beta~ of every sorted sentence; the one-word ones are the last and use e~ and the preterminal part
             top_rows = torch.from_numpy(layout.tops()).to(device)  # [B]
@@ -253,6 +268,8 @@ class _ScaledInside(torch.autograd.Function):
         in_range = torch.isfinite(top_sums) & (largest <= LARGEST_D_OF_TORCH[precision.compute])
         trusted = torch.where(top_sums > 0, in_range, ~possible)
         empty = chart.child_scale.isinf().any(1) & (trusted & possible)[sentence]
+        if chart.allowed is not None:  # the others are meant to be empty
+            empty &= chart.allowed
         if empty.any():  # only grammars with zeros come here
             trusted = trusted.index_fill(0, sentence[_lost_rows(chart, emissions)], False)
         log_z = torch.where(top_sums > 0, log_z, float("-inf")).to(precision.compute)
@@ -306,4 +323,4 @@ class _ScaledInside(torch.autograd.Function):
         d_emissions[leaf_word] = d_leaf_rows * leaves.to(compute)
         d_both = torch.cat((d_weights, d_leaf_weights), dim=1)  # [2N, N+P]
         gradients = (d_root, d_both[:n], d_both[n:], d_emissions)
-        return (*map(finite, gradients, ctx.gradient_types), None, None)
+        return (*map(finite, gradients, ctx.gradient_types), None, None, None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,12 +23,26 @@ from flash_inside.precision import chart_format, finite, full_matmul_precision, 
 from flash_inside.rules import ResidentRules, Rules
 from flash_inside.scaled import Result
 from flash_inside.triton import graphs
-from flash_inside.triton.chart import Chart, ChartResults, Precise, SavedChart, Tables, Weights, check_sentences
+from flash_inside.triton.chart import (
+    Chart,
+    ChartResults,
+    Precise,
+    SavedChart,
+    Tables,
+    Weights,
+    check_sentences,
+    limits_on,
+)
 from flash_inside.triton.gradients import RuleMemory, Wanted, computed_type, gradients
 
 
 def inside(
-    rules: Rules, emissions: Tensor, lengths: Sequence[int], precision: str, layout: Layout | None = None
+    rules: Rules,
+    emissions: Tensor,
+    lengths: Sequence[int],
+    precision: str,
+    layout: Layout | None = None,
+    limits: np.ndarray | None = None,
 ) -> Result:
     """Return log marginals in the caller's order. The gradient of a sentence that is not trusted is zero.
 
@@ -36,7 +51,7 @@ def inside(
     """
     check_sentences(len(lengths))
     with torch.cuda.device_of(emissions):  # Triton launches on the current device
-        return Result(*_TritonInside.apply(*rules, emissions, lengths, precision, layout, rules))
+        return Result(*_TritonInside.apply(*rules, emissions, lengths, precision, layout, rules, limits))
 
 
 class _TritonInside(torch.autograd.Function):
@@ -53,6 +68,7 @@ class _TritonInside(torch.autograd.Function):
         precision: str,
         layout: Layout | None,
         rules: Rules,
+        limits: np.ndarray | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         n, p = left.shape[0], emissions.shape[1]
         storage, device = chart_format(precision, n).storage, emissions.device
@@ -65,9 +81,9 @@ class _TritonInside(torch.autograd.Function):
             # Batches without gradients, of an evaluation say, rarely come again; their graphs would crowd others out.
             if layout is None and (any(ctx.needs_input_grad) or n <= graphs.LARGEST_LAUNCH_BOUND_N):
                 precise = min(lengths) <= most_words_of_short(storage)
-                graph = graphs.find(rules, emissions, lengths, precision, storage, precise)
+                graph = graphs.find(rules, emissions, lengths, precision, storage, precise, limits is not None)
             if graph is not None:
-                held = graph.run(root, left, right, emissions, lengths)
+                held = graph.run(root, left, right, emissions, lengths, limits)
                 results = held.results(len(lengths))
                 if any(ctx.needs_input_grad):
                     ctx.held = held
@@ -76,6 +92,7 @@ class _TritonInside(torch.autograd.Function):
                 with_posterior, layout = layout is not None, layout or Layout(lengths)
                 short = Precise.short_sentences(layout, most_words_of_short(storage))
                 tables = Tables.of(layout, short, device)
+                tables.limits = None if limits is None else limits_on(device, limits)
                 allocate = _allocator(device)
                 place = ChartResults.allocate(layout, n, p, storage, allocate, with_posterior)
                 chart = Chart.around(place, layout, short, allocate)
@@ -118,7 +135,7 @@ class _TritonInside(torch.autograd.Function):
         if ctx.memory is not None and found.left is not None and found.right is not None:
             # Another tensor over the same memory: one that is held elsewhere autograd would copy.
             found = found._replace(left=found.left.detach(), right=found.right.detach())
-        return (*found, None, None, None, None)
+        return (*found, None, None, None, None, None)
 
 
 def _gradient_memory(rules: Rules, types: Sequence[torch.dtype]) -> RuleMemory | None:

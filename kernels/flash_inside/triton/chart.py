@@ -137,6 +137,7 @@ class Tables:
         self.offset, self.prefix, self.capacity, self.lengths, self.order, self.word_of_leaf, self.offset_residual = (
             packed[start : start + size] for start, size in zip(starts[:-1].tolist(), sizes, strict=True)
         )
+        self.limits: Tensor | None = None  # int32 [words, 2], caller's order, where trees have brackets
 
     @classmethod
     def of(cls, layout: Layout, precise: Precise, device: torch.device) -> Tables:
@@ -156,6 +157,17 @@ class Tables:
     @property
     def position(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.offset, self.prefix, self.capacity, self.lengths
+
+    @property
+    def brackets(self) -> tuple[Tensor, Tensor]:
+        """Limits and where to find a word's; without brackets something that is not read."""
+        return self.word_of_leaf if self.limits is None else self.limits, self.word_of_leaf
+
+
+def limits_on(device: torch.device, limits: np.ndarray) -> Tensor:
+    """Copy limits to the device, asynchronously."""
+    tensor = torch.from_numpy(limits)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class Weights:
@@ -319,8 +331,8 @@ class Chart(ChartResults):
         blocks = split_sum_blocks(n)
         count = blocks.count(n)
         split_sum = Launchers(
-            kernels.split_sum_kernel, blocks.warps, PRECISE=any_precise, BLOCK=blocks.columns, SPLITS=blocks.splits,
-            SCALES=64, ONE_BLOCK=count == 1,
+            kernels.split_sum_kernel, blocks.warps, BRACKETED=tables.limits is not None, PRECISE=any_precise,
+            BLOCK=blocks.columns, SPLITS=blocks.splits, SCALES=64, ONE_BLOCK=count == 1,
         )  # fmt: skip
         blocks_there = triton.next_power_of_2(count)
         normalise = Launcher(kernels.normalise_kernel, 4, PRECISE=any_precise, BLOCK=1024, BLOCKS=blocks_there)
@@ -329,8 +341,8 @@ class Chart(ChartResults):
             split_sum(
                 (count, longest - width + 1, layout.alive[width]),
                 self.children, self.children_residual, self.scale, self.beta, self.beta_residual, self.unscaled,
-                self.block_largest, self.row_largest, *tables.position, tables.offset_residual, width, words,
-                precise.first, precise.words_before, n,
+                self.block_largest, self.row_largest, *tables.position, tables.offset_residual, *tables.brackets, width,
+                words, precise.first, precise.words_before, n,
             )  # fmt: skip
             if count > 1:
                 residual, spans = precise.span_rows(width), here.stop - here.start
@@ -390,8 +402,8 @@ class Chart(ChartResults):
         count = outside_blocks(n).count(n)
         gradient_kernels.posterior_kernel[(longest, PARTS_OF_WIDTH, sentences)](
             self.beta, self.d_beta, self.largest, self.row_largest, self.scale, self.posterior, self.largest_of_width,
-            *tables.position, layout.words, n, count, POSTERIOR=with_posterior, PARTS=PARTS_OF_WIDTH,
-            BLOCK=row_block(n), BLOCKS=triton.next_power_of_2(count),
+            *tables.position, *tables.brackets, layout.words, n, count, BRACKETED=tables.limits is not None,
+            POSTERIOR=with_posterior, PARTS=PARTS_OF_WIDTH, BLOCK=row_block(n), BLOCKS=triton.next_power_of_2(count),
         )  # fmt: skip
         gradient_kernels.verdict_kernel[(sentences,)](
             self.top_sum, self.scale, self.largest_of_width, self.log_z, self.trusted, self.usable, tables.offset,

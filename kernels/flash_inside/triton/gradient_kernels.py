@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_inside.triton.kernels import nan_to_inf, row_of
+from flash_inside.triton.kernels import crosses, nan_to_inf, row_of
 
 
 @triton.jit(do_not_specialize=["words"])
@@ -26,9 +26,12 @@ def posterior_kernel(
     prefix,
     capacity,
     lengths,
+    limits,
+    word_of_leaf,
     words,
     n,
     blocks,
+    BRACKETED: tl.constexpr,
     POSTERIOR: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -51,6 +54,8 @@ def posterior_kernel(
         if i + width <= length:
             if width > 1:  # a row lost as a whole is in no split above it, so no derivative tells
                 lost = tl.load(scale + row) == float("-inf")
+                if BRACKETED:  # such a row is meant to be empty
+                    lost = lost & (crosses(limits, word_of_leaf, prefix_b, i, i + width) == 0)
                 overall = tl.where(lost, float("inf"), overall)
             if (width == 1) | (width == length):
                 probability += 1.0

@@ -23,7 +23,7 @@ from flash_inside.devices import capture, lasting_pool
 from flash_inside.packing import Layout
 from flash_inside.precision import gradient_type
 from flash_inside.rules import ResidentRules, Rules
-from flash_inside.triton.chart import Chart, ChartResults, Precise, SavedChart, Tables, Weights
+from flash_inside.triton.chart import Chart, ChartResults, Precise, SavedChart, Tables, Weights, limits_on
 from flash_inside.triton.gradients import Gradients, RuleMemory, Wanted, computed_type, gradients
 
 #: Above this many nonterminals products take longer than launches. Rows without words are then real work, and a graph
@@ -59,6 +59,7 @@ class Bucket:
     sentences: int
     words: int  # of the longest sentence
     precise: bool  # all sentences are, or none
+    bracketed: bool = False
     rules_at: tuple[int, int] | None = None  # where left and right lie, if the graph reads them there
 
 
@@ -67,7 +68,13 @@ def _round_up(value: int, step: int) -> int:
 
 
 def bucket_of(
-    rules: Rules, emissions: Tensor, lengths: Sequence[int], precision: str, storage: torch.dtype, precise: bool
+    rules: Rules,
+    emissions: Tensor,
+    lengths: Sequence[int],
+    precision: str,
+    storage: torch.dtype,
+    precise: bool,
+    bracketed: bool = False,
 ) -> Bucket | None:
     """Return the bucket of a batch, or None if it gets no graph."""
     n, sentences, longest = rules.nonterminals, len(lengths), max(lengths)
@@ -91,7 +98,8 @@ def bucket_of(
         rules_at = rules.left.data_ptr(), rules.right.data_ptr()
     device, root_size = emissions.device.index or 0, rules.root.shape[0]
     types = gradient_type(rules.root), gradient_type(rules.left), gradient_type(emissions), emissions.dtype
-    return Bucket(device, n, rules.preterminals, root_size, precision, storage, types, slots, words, precise, rules_at)
+    shape = n, rules.preterminals, root_size
+    return Bucket(device, *shape, precision, storage, types, slots, words, precise, bracketed, rules_at)
 
 
 class Arena:
@@ -129,6 +137,8 @@ class Graph:
         device = arena.memory.device
         self.layout, self.precise = _layout(bucket)
         self.tables = self._tables([0] * bucket.sentences, device)
+        if bucket.bracketed:
+            self.tables.limits = torch.zeros(self.layout.words, 2, dtype=torch.int32, device=device)
         self.known_tables: dict[tuple[int, ...], Tables] = {}
         arena.used = 0
         self.root, self.d_log_z, self.emissions, joint, self.chart, self.gradient_start = _memory(
@@ -160,7 +170,10 @@ class Graph:
         where = [layout.offset, layout.prefix, layout.lengths, words]
         return Tables.from_arrays([*where, np.arange(len(lengths)), word_of_leaf, self.precise.offset], device)
 
-    def run(self, root: Tensor, left: Tensor, right: Tensor, emissions: Tensor, lengths: Sequence[int]) -> Held:
+    def run(
+        self, root: Tensor, left: Tensor, right: Tensor, emissions: Tensor, lengths: Sequence[int],
+        limits: np.ndarray | None = None,
+    ) -> Held:  # fmt: skip
         """Compute the chart of a batch, in the arena."""
         padded = (*lengths, *[0] * (self.bucket.sentences - len(lengths)))
         if padded not in self.known_tables:
@@ -170,6 +183,8 @@ class Graph:
         held = Held(self, self.known_tables[padded])
         self.arena.hand_to(held)
         self.tables.packed.copy_(held.tables.packed)
+        if self.tables.limits is not None and limits is not None:
+            self.tables.limits[: len(limits)].copy_(limits_on(emissions.device, limits), non_blocking=True)
         self.root.copy_(root)
         if self.rules is not None:
             for own, given in zip(self.rules, (left, right), strict=True):
@@ -348,12 +363,18 @@ def clear() -> None:
 
 
 def find(
-    rules: Rules, emissions: Tensor, lengths: Sequence[int], precision: str, storage: torch.dtype, precise: bool
+    rules: Rules,
+    emissions: Tensor,
+    lengths: Sequence[int],
+    precision: str,
+    storage: torch.dtype,
+    precise: bool,
+    bracketed: bool = False,
 ) -> Graph | None:
     """Find the graph for this batch, or None if it should be computed without one."""
     if not _allowed or not emissions.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
-    bucket = bucket_of(rules, emissions, lengths, precision, storage, precise)
+    bucket = bucket_of(rules, emissions, lengths, precision, storage, precise, bracketed)
     if bucket is None:
         return None
     if bucket in _graphs:

@@ -39,6 +39,15 @@ def row_of(offset, prefix_b, b, width, start):
 
 
 @triton.jit
+def crosses(limits, word_of_leaf, prefix_b, start, end):
+    """Whether a span of words crosses a bracket of its sentence (brackets.py). limits: [words, 2], caller's order."""
+    first_word = tl.load(word_of_leaf + prefix_b)
+    latest_end = tl.load(limits + 2 * (first_word + start))
+    earliest_start = tl.load(limits + 2 * (first_word + end - 1) + 1)
+    return (end > latest_end) | (start < earliest_start)
+
+
+@triton.jit
 def nan_to_inf(values):
     """A maximum must not lose a NaN."""
     return tl.where(values == values, values, float("inf"))
@@ -118,11 +127,14 @@ def split_sum_kernel(
     capacity,
     lengths,
     offset_residual,
+    limits,
+    word_of_leaf,
     width,
     words,  # leaf rows
     first,  # precise sentence
     words_before,  # leaf rows before it
     n,
+    BRACKETED: tl.constexpr,  # spans that cross a bracket have zero rows
     PRECISE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,  # splits at a time
@@ -141,6 +153,9 @@ def split_sum_kernel(
     splits = width - 1
     if i + width > tl.load(lengths + b):
         splits = 0  # no such span: the row is zero
+    elif BRACKETED:
+        if crosses(limits, word_of_leaf, prefix_b, i, i + width):
+            splits = 0
 
     # The largest split scale comes first, so that nothing overflows and no sum has to be rescaled.
     running = tl.full([SCALES], float("-inf"), tl.float64)
