@@ -46,6 +46,20 @@ def _training_data(value: object) -> str | list[Any]:
 TrainingData = Annotated[str | list[Any], PlainValidator(_training_data)]
 
 
+def _brackets(value: object) -> str | dict[str, Any] | None:
+    """A name, or {path, epochs}: in later epochs all trees count again."""
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    if isinstance(value, dict) and set(value) == {"path", "epochs"}:
+        path, epochs = value["path"], value["epochs"]
+        if isinstance(path, str) and path.strip() and type(epochs) in (int, float) and 0 < epochs < 2**31:
+            return value
+    raise ValueError("should be null, a path, right-branching, or {path: ..., epochs: a number above 0}")
+
+
+Brackets = Annotated[str | dict[str, Any] | None, PlainValidator(_brackets)]
+
+
 def _streaming(value: object) -> bool | str:
     value = _switch(value)
     if isinstance(value, bool) or value == "auto":
@@ -99,6 +113,10 @@ class DataSection(Section):
     valid: str | None = setting(
         None, "validation text or prepared corpus; null: no evaluation while training", min_length=1
     )
+    brackets: Brackets = setting(
+        None, "a file of trees of the training text, perhaps partial ones, or right-branching: trees that cross their "
+        "brackets do not count in training; {path, epochs}: only in the first epochs, 0.5 of one, say",
+    )  # fmt: skip
     field: str = setting("text", "which field of JSON lines or Parquet holds the text", min_length=1)
     streaming: Annotated[bool | str, PlainValidator(_streaming)] = setting(
         "auto", "true: read blocks of shards as they are needed; false: all into memory; auto: false for one text file"
@@ -173,7 +191,6 @@ class OptimizerSection(Section):
     name: Literal["adam", "adamw"] = setting("adam", "adamw decouples weight decay from the gradient")
     learning_rate: float = setting(2e-3, "highest learning rate", gt=0, le=LARGEST)
     betas: list[Fraction] = setting([0.75, 0.999], "Adam's decay of both moments", min_length=2, max_length=2)
-    eps: float = setting(1e-8, "Adam's epsilon, on the scale of loss.normalise", gt=0, le=LARGEST)
     weight_decay: float = setting(0.0, "with adam a penalty in the gradient, with adamw decoupled", ge=0, le=LARGEST)
     clip: float | None = setting(
         3.0, "largest gradient norm, on the scale of loss.normalise; null: no clipping", gt=0, le=LARGEST

@@ -180,6 +180,7 @@ REMOVED: dict[str, Any] = {
     "model.word_dimension": None, "model.spelling": None, "model.emission_smoothing": 0.0, "model.word_bias": "none",
     "model.embedding_dropout": 0.0, "model.rule_dropout": 0.0, "optimizer.network_rate": 1.0,
     "tracking.wait_seconds": 20.0, "optimizer.schedule.final_fraction": 0.0, "optimizer.max_skipped_in_a_row": 20,
+    "optimizer.eps": 1e-8,
 }  # fmt: skip
 #: Removed, too, but they change no result: any value is dropped with a word on what is in their place.
 WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {

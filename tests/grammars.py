@@ -84,7 +84,8 @@ def crosses(one: Span, other: Span) -> bool:
 def enumerate_trees(rules: Rules, emissions: Tensor, brackets: Collection[Span] = ()) -> tuple[float, np.ndarray]:
     """Total probability of a sentence, and the posterior of every span, by listing every labelled tree.
 
-    emissions: [l, P]; brackets: trees that cross one of these do not count. For each bracketing the probabilities of all its labellings form one tensor with an axis a node
+    emissions: [l, P]; brackets: trees that cross one of these do not count.
+    For each bracketing the probabilities of all its labellings form one tensor with an axis a node
     (N or P labels), so every labelled tree is one entry of it.
     """
     root, left, right = (tensor.double().numpy() for tensor in rules)

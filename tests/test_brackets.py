@@ -116,9 +116,7 @@ def test_rules_of_each_sentence_their_own():
     emissions = random_emissions(9, 3)
     together = Rules(*(torch.stack(pair) for pair in zip(*both, strict=True)))
     found = flash_inside.inside(together, emissions, lengths, "fp64", "torch", limits=limits)
-    for b, (rules, words, own) in enumerate(
-        zip(both, emissions.split(lengths), np.split(limits, [4]), strict=True)
-    ):
+    for b, (rules, words, own) in enumerate(zip(both, emissions.split(lengths), np.split(limits, [4]), strict=True)):
         alone = flash_inside.inside(rules, words, [lengths[b]], "fp64", "torch", limits=own)
         assert found[b] == alone[0]
 

@@ -273,7 +273,7 @@ def test_name_from_the_file(tmp_path: Path) -> None:
 
 def test_dump_is_resolved_and_comes_back(config: Path) -> None:
     settings = load_settings(
-        config, ["model.init=normal(0.15, 1e-05)", "optimizer.eps=1e-12", "evaluation.every_epochs=2"]
+        config, ["model.init=normal(0.15, 1e-05)", "optimizer.clip=1e-12", "evaluation.every_epochs=2"]
     )
     text = dump_yaml(settings)
     assert "preterminals: 128" in text
@@ -365,7 +365,7 @@ def test_aliases_that_stand_for_little_are_read(config):
 @pytest.mark.parametrize(
     "override",
     ["model.init=normal(" + "1" * 32_000 + ", 1)", "optimizer.learning_rate=1e300", "optimizer.clip=1e300",
-     "optimizer.eps=1e300", "optimizer.weight_decay=1e300"],
+     "optimizer.weight_decay=1e300"],
     ids=lambda override: override[:20],
 )  # fmt: skip
 def test_numbers_that_no_weight_can_hold_are_refused(config, override):

@@ -1,7 +1,7 @@
 """Sentences whose trees are partly known: a tree that crosses one of their brackets does not count.
 
-The brackets of a sentence may be few or many; without any, all trees count. Training on such sentences is inside-outside
-of Pereira and Schabes (1992). A span (i, j) crosses a bracket (a, b) if just one of its ends lies strictly inside of it:
+The brackets of a sentence may be few or many; without any, all trees count. Training on such sentences is what Pereira
+and Schabes (1992) did. A span (i, j) crosses a bracket (a, b) if just one of its ends lies strictly inside of it:
 
     a < i < b < j   or   i < a < j < b
 

@@ -92,3 +92,9 @@ class Layout:
         for table, sentence in zip(tables, self.order, strict=True):
             result[sentence] = table
         return result
+
+
+def taken(packed: np.ndarray, lengths: Sequence[int], sentences: Sequence[int]) -> np.ndarray:
+    """Return the rows of some sentences of a packed array [sum(lengths), ...]."""
+    parts = np.split(packed, np.cumsum(lengths)[:-1])
+    return np.concatenate([parts[sentence] for sentence in sentences])

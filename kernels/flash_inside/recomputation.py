@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_inside import reference, scaled
-from flash_inside.packing import Layout
+from flash_inside.packing import Layout, taken
 from flash_inside.precision import upcast
 from flash_inside.rules import Rules
 
@@ -100,12 +100,6 @@ def _one_word_and_others(sentences: list[int], lengths: list[int]) -> list[list[
     to convert those of a large grammar to fp64 for them would take gigabytes and a tenth of a second."""
     parts = [[b for b in sentences if (lengths[b] == 1) == one_word] for one_word in (True, False)]
     return [part for part in parts if part]
-
-
-def taken(packed: np.ndarray, lengths: Sequence[int], sentences: Sequence[int]) -> np.ndarray:
-    """Return the rows of some sentences of a packed array [sum(lengths), ...]."""
-    parts = np.split(packed, np.cumsum(lengths)[:-1])
-    return np.concatenate([parts[sentence] for sentence in sentences])
 
 
 def _take(

@@ -47,9 +47,7 @@ class Result(NamedTuple):
     posterior: Tensor  # [rows] of the layout: posterior probability of every span
 
 
-def inside(
-    rules: Rules, emissions: Tensor, layout: Layout, precision: str, limits: np.ndarray | None = None
-) -> Result:
+def inside(rules: Rules, emissions: Tensor, layout: Layout, precision: str, limits: np.ndarray | None = None) -> Result:
     """Return log marginals in the caller's order. The gradient of a sentence that is not trusted is zero."""
     root, left, right = rules
     log_z, trusted, posterior = _ScaledInside.apply(root, left, right, emissions, layout, precision, limits)

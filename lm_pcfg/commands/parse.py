@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 import typer
@@ -23,6 +23,9 @@ def parse(
         Literal["bracket", "text", "json", "spans", "svg", "html"],
         typer.Option("--format", help="Penn brackets, a drawing in text, JSON lines, spans, one picture, or a page."),
     ] = "bracket",
+    at_least: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="With mbr: leave out spans of a smaller posterior.")
+    ] = 0.0,
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Skip lines of more words; default: what fits into memory.")
     ] = None,
@@ -36,7 +39,7 @@ def parse(
     from lm_pcfg.corpus.treebank import Tree
     from lm_pcfg.grammar.parsing import NO_TREE
     from lm_pcfg.inference.drawing import write_trees
-    from lm_pcfg.inference.lines import Warnings, count_lines, map_lines
+    from lm_pcfg.inference.lines import OnLines, Warnings, count_lines, map_lines
 
     model = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True)
     model.precision = precision
@@ -47,11 +50,14 @@ def parse(
     with progress("lines parsed", count_lines(file), show=not sys.stdout.isatty()) as bar:
         warnings = Warnings(lambda message: bar.message(f"warning: {message}"))
 
+        def parse_lines(some: Sequence[str], on_lines: OnLines) -> list[Tree]:
+            return model.parse(some, method, at_least=at_least, on_lines=on_lines)
+
         def trees() -> Iterator[Tree | None]:
             lines = map_lines(
-                file, model.vocabulary, lambda some, on_lines: model.parse(some, method, on_lines=on_lines),
-                command="parse", max_length=max_length if limited and max_length else fitting, why_limited=why,
-                warnings=warnings, on_lines=lambda lines: bar.advance(lines),
+                file, model.vocabulary, parse_lines, command="parse",
+                max_length=max_length if limited and max_length else fitting, why_limited=why, warnings=warnings,
+                on_lines=lambda lines: bar.advance(lines),
             )  # fmt: skip
             for line in lines:
                 if line.value is not None and not line.value.words:

@@ -30,6 +30,7 @@ class Batch:
     lengths: list[int]  # what the chart sees, so with <eos>
     lines: np.ndarray  # int64 [sentences]: indices of the sentences in the corpus
     n_words: int  # without <eos>
+    limits: np.ndarray | None = None  # int32 [sum(lengths), 2]: brackets that trees may not cross (flash_inside)
 
     @property
     def n_sentences(self) -> int:
@@ -158,11 +159,17 @@ def count_batches(kept: Histogram, options: BatchOptions, ends: bool) -> int:
 # ---- batches --------------------------------------------------------------------------------------------------------
 
 
-def make_batch(sentences: Sentences, indices: np.ndarray) -> Batch:
-    """Pack the sentences with these indices into a batch."""
-    words, lengths = sentences.gather(indices)
+def make_batch(sentences: Sentences, indices: np.ndarray, *, brackets: bool = True) -> Batch:
+    """Pack the sentences with these indices into a batch, with their brackets if these are wanted."""
+    positions, lengths = sentences.positions(indices)
     ends = len(indices) if sentences.end_of_sentence else 0
-    return Batch(words=words, lengths=lengths.tolist(), lines=indices, n_words=len(words) - ends)
+    return Batch(
+        words=sentences.ids[positions].astype(np.int64),
+        lengths=lengths.tolist(),
+        lines=indices,
+        n_words=len(positions) - ends,
+        limits=sentences.limits[positions] if brackets and sentences.limits is not None else None,
+    )
 
 
 def empty_batch() -> Batch:

@@ -233,7 +233,8 @@ def training_stream(settings: Settings, train: Text, *, rank: int, world_size: i
     options = BatchOptions(**settings.batch.model_dump())
     plan: Plan
     if isinstance(train, Sentences):
-        plan = TextPlan(train, options, seed=seed, curriculum=curriculum)
+        epochs = data.brackets["epochs"] if isinstance(data.brackets, dict) else None
+        plan = TextPlan(train, options, seed=seed, curriculum=curriculum, bracketed_epochs=epochs)
     else:
         plan = ShardPlan(train, options, seed=seed, curriculum=curriculum, workers=data.workers,
                          on_error=data.on_error, warn=warn)  # fmt: skip

@@ -36,6 +36,7 @@ class Sentences:
     line_numbers: np.ndarray  # int64 [lines], from 1, in the text
     end_of_sentence: bool
     unknown_id: int = 0
+    limits: np.ndarray | None = None  # int32 [sum of lengths, 2]: brackets, see brackets.py; None: there are none
     skipped: Skipped = field(default_factory=Skipped)
     damage: Damage = field(default_factory=Damage)  # always none: a text in memory is whole
 
@@ -86,13 +87,17 @@ class Sentences:
 
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return ids, int64 [sum of lengths], packed one sentence after another, and lengths, int64 [len(indices)]."""
+        positions, lengths = self.positions(indices)
+        return self.ids[positions].astype(np.int64), lengths
+
+    def positions(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the words of these sentences are in `ids`, int64 [sum of lengths], and lengths."""
         starts = self.offsets[indices]
         lengths = self.offsets[indices + 1] - starts
         total = int(lengths.sum())
         packed_starts = np.cumsum(lengths) - lengths
         # position in ids = start of the sentence + position in the packed array - where the sentence begins there
-        positions = np.arange(total) + np.repeat(starts - packed_starts, lengths)
-        return self.ids[positions].astype(np.int64), lengths
+        return np.arange(total) + np.repeat(starts - packed_starts, lengths), lengths
 
 
 def with_ends(ids: np.ndarray, lengths: np.ndarray, end_id: int | None) -> tuple[np.ndarray, np.ndarray]:

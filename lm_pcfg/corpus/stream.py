@@ -116,12 +116,15 @@ class TextPlan(Plan):
     contiguous = False
 
     def __init__(
-        self, sentences: Sentences, options: BatchOptions, *, seed: int = 0, curriculum: Curriculum | None = None
-    ) -> None:
+        self, sentences: Sentences, options: BatchOptions, *, seed: int = 0, curriculum: Curriculum | None = None,
+        bracketed_epochs: float | None = None,
+    ) -> None:  # fmt: skip
+        """bracketed_epochs: for so many epochs batches have the brackets of the sentences; None: always."""
         if len(sentences) == 0:
             raise BatchError("there are no sentences to make batches of; check the text and data.max_length")
         self.sentences, self.options, self.seed = sentences, options, seed
         self._curriculum = curriculum or (lambda epoch: None)
+        self._bracketed_epochs = bracketed_epochs
         self._counts: dict[int | None, int] = {}  # by maximum length
 
     def _indices(self, epoch: int) -> list[np.ndarray]:
@@ -143,9 +146,11 @@ class TextPlan(Plan):
         return self._counts[max_length]
 
     def batches(self, epoch: int, intervals: Sequence[Interval]) -> Iterator[Batch]:
-        plan = self._indices(epoch)
+        plan, bracketed = self._indices(epoch), self._bracketed_epochs
         for start, stop in intervals:
-            yield from (make_batch(self.sentences, indices) for indices in plan[start:stop])
+            for number in range(start, stop):
+                brackets = bracketed is None or epoch + number / len(plan) < bracketed
+                yield make_batch(self.sentences, plan[number], brackets=brackets)
 
     def costliest(self, epoch: int, most: int) -> list[Batch]:
         lengths = self.sentences.lengths

@@ -20,6 +20,7 @@ from lm_pcfg.settings import OptimizerSection
 from lm_pcfg.storage import optimizer_state
 
 Tensors = dict[str, Tensor]
+EPSILON = 1e-8  # Adam's: for gradients on the scale of loss.normalise
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerSection) -> torch.optim.Optimizer:
@@ -29,7 +30,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerSection) -> torch.optim.
         model.parameters(),
         lr=settings.learning_rate,
         betas=(beta1, beta2),
-        eps=settings.eps,
+        eps=EPSILON,
         weight_decay=settings.weight_decay,
         fused=all(parameter.is_cuda for parameter in model.parameters()),  # one kernel, and nothing on the host
     )

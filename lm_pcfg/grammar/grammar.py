@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,11 +59,15 @@ class Grammar(NamedTuple):
         precision: str = "fp32",
         backend: str = "auto",
         statistics: Statistics | None = None,
+        limits: np.ndarray | None = None,
     ) -> Tensor:
-        """Natural log-probability of each sentence: [B]. words: [sum(lengths)] ids, sentences one after another."""
+        """Natural log-probability of each sentence: [B]. words: [sum(lengths)] ids, sentences one after another.
+
+        limits: [sum(lengths), 2], brackets that trees may not cross; see `flash_inside.span_limits`.
+        """
         self._check_differentiable()
         emissions = self.emission.log_probabilities(words)
-        return flash_inside.inside(self.rules, emissions, lengths, precision, backend, statistics)
+        return flash_inside.inside(self.rules, emissions, lengths, precision, backend, statistics, limits)
 
     def log_likelihood_unchecked(
         self,
@@ -71,11 +76,12 @@ class Grammar(NamedTuple):
         *,
         precision: str = "fp32",
         backend: str = "auto",
+        limits: np.ndarray | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same before it is known which sentences have to be recomputed; see `flash_inside.inside_unchecked`."""
         self._check_differentiable()
         emissions = self.emission.log_probabilities(words)
-        return flash_inside.inside_unchecked(self.rules, emissions, lengths, precision, backend)
+        return flash_inside.inside_unchecked(self.rules, emissions, lengths, precision, backend, limits)
 
     @torch.no_grad()
     def span_marginals(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from flash_inside import Statistics
 from flash_inside.devices import copy_to_host
+from flash_inside.packing import taken
 from flash_inside.softmax import product_precision
 from lm_pcfg.corpus.batches import Batch, BatchOptions, make_batch, plan_batches
 from lm_pcfg.corpus.sentences import Sentences
@@ -111,17 +113,18 @@ def accumulate_gradients(
         if not batch.n_sentences:
             continue
         words = torch.from_numpy(batch.words)
+        brackets: dict[str, Any] = {} if batch.limits is None else {"limits": batch.limits}
         if unchecked is None:
-            add(leaves.log_likelihood(words, batch.lengths, statistics=statistics, **how))
+            add(leaves.log_likelihood(words, batch.lengths, statistics=statistics, **how, **brackets))
         else:
-            log_z, trusted = unchecked(words, batch.lengths, **how)
+            log_z, trusted = unchecked(words, batch.lengths, **how, **brackets)
             checks.append((batch, copy_to_host(trusted)))
             add(torch.where(trusted, log_z, 0.0))
     for batch, check in checks:
         doubtful = [sentence for sentence, good in enumerate(check()) if not good]
         if doubtful:
-            sentences = np.split(batch.words, np.cumsum(batch.lengths)[:-1])
-            words = torch.from_numpy(np.concatenate([sentences[sentence] for sentence in doubtful]))
+            words = torch.from_numpy(taken(batch.words, batch.lengths, doubtful))
             lengths = [batch.lengths[sentence] for sentence in doubtful]
-            add(leaves.log_likelihood(words, lengths, statistics=statistics, **how))
+            brackets = {} if batch.limits is None else {"limits": taken(batch.limits, batch.lengths, doubtful)}
+            add(leaves.log_likelihood(words, lengths, statistics=statistics, **how, **brackets))
     return nll, statistics.recomputed

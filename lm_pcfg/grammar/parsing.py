@@ -144,9 +144,10 @@ def mean_posteriors(tables: Sequence[Sequence[Tensor | None]]) -> list[Tensor | 
     return means
 
 
-def mbr_trees(lines: Sequence[str], tables: Sequence[Tensor | None]) -> list[Tree]:
+def mbr_trees(lines: Sequence[str], tables: Sequence[Tensor | None], at_least: float = 0.0) -> list[Tree]:
     """Return the tree with the most right spans in expectation for every line, without labels.
 
+    at_least: spans of a smaller posterior are left out, but not that of the whole line.
     A line of one word has only one tree, whatever a model says; another line without a table has NO_TREE.
     """
     found = iter(flash_inside.mbr([table for table in tables if table is not None]))
@@ -154,6 +155,9 @@ def mbr_trees(lines: Sequence[str], tables: Sequence[Tensor | None]) -> list[Tre
     for line, table in zip(lines, tables, strict=True):
         words = tuple(line.split())
         spans = next(found) if table is not None else []
+        if table is not None and at_least > 0.0:
+            posterior = table.tolist()
+            spans = [(i, j) for i, j in spans if posterior[i][j] >= at_least or j - i == len(words)]
         phrases = tuple((first, end, PHRASE) for first, end in spans if end - first > 1)
         tree = Tree(words, (TAG,) * len(words), phrases) if phrases else NO_TREE
         trees.append(one_word_tree(words) if len(words) == 1 else tree)

@@ -86,13 +86,16 @@ class Model:
     # ---- trees ------------------------------------------------------------------------------------------------------
 
     def parse(
-        self, lines: Sequence[str], method: Method = "mbr", *, on_lines: OnLines = lambda lines: None
-    ) -> list[Tree]:
+        self, lines: Sequence[str], method: Method = "mbr", *, at_least: float = 0.0,
+        on_lines: OnLines = lambda lines: None,
+    ) -> list[Tree]:  # fmt: skip
         """Return the tree of every line, over its words.
 
         mbr      the tree with the most right spans in expectation, without labels: the mean of the span posteriors of
                  all grammars decides
         viterbi  the most probable tree of one grammar; labels are its symbols, N0, N1, ... and P0, P1, ...
+
+        at_least: for mbr, leave out the spans of a smaller posterior, so that trees are partial.
 
         A line of one word has a tree of one word. A line that no grammar can generate, or a blank one, has a tree
         without words.
@@ -104,13 +107,15 @@ class Model:
         parsers = self._parsers()
         if method == "viterbi" and len(parsers) > 1:
             raise UserError("a consensus is that of span posteriors: use mbr, or one checkpoint for viterbi")
+        if method == "viterbi" and at_least > 0.0:
+            raise UserError("the spans of Viterbi's tree have no posteriors: use mbr with a least posterior")
         for indices in self._batches(lines):
             some = [lines[index] for index in indices]
             if method == "viterbi":
                 found = parsers[0].best_trees(some)
             else:
                 tables = [parser.posteriors(some, self.statistics) for parser in parsers]
-                found = mbr_trees(some, mean_posteriors(tables))
+                found = mbr_trees(some, mean_posteriors(tables), at_least)
             for index, tree in zip(indices, found, strict=True):
                 trees[index] = tree
             on_lines(len(indices))

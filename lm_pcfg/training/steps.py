@@ -22,6 +22,8 @@ from lm_pcfg.distributed import make_learner
 from lm_pcfg.distributed.engine import Engine, peak_memory
 from lm_pcfg.distributed.learner import Update
 from lm_pcfg.distributed.throughput import Throughput
+from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.brackets import with_brackets
 from lm_pcfg.grammar.computation import Computation, backward_through
 from lm_pcfg.grammar.dropout import Dropout
 from lm_pcfg.grammar.emission import EmissionShards
@@ -58,7 +60,11 @@ class Steps:
         self.settings, self.engine = settings, engine
         self.family, model = family_of(settings.model), settings.model
         fewest = self.family.fewest_symbols(model)
-        self.corpora = engine.on_all(lambda: opening.load_corpora(settings, vocabulary, fewest))
+        if settings.data.brackets is not None and not self.family.takes_brackets:
+            raise UserError(f"data.brackets needs a model with trees, and family {model.family} has none")
+        self.corpora = engine.on_all(
+            lambda: with_brackets(opening.load_corpora(settings, vocabulary, fewest), settings.data)
+        )
         self.stream = opening.training_stream(
             settings, self.corpora.train, rank=engine.rank, world_size=engine.world_size
         )

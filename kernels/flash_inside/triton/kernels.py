@@ -153,7 +153,7 @@ def split_sum_kernel(
     splits = width - 1
     if i + width > tl.load(lengths + b):
         splits = 0  # no such span: the row is zero
-    elif BRACKETED:
+    elif BRACKETED:  # noqa: SIM102  (a constant)
         if crosses(limits, word_of_leaf, prefix_b, i, i + width):
             splits = 0
 

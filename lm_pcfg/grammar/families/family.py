@@ -55,6 +55,7 @@ class Family:
     name: str
     section: type[ModelSection]
     wants_batches = False  # whether `forward` has to see the sentences of a step first: `computation.batches`
+    takes_brackets = False  # whether `log_likelihood` has an argument `limits` (lm_pcfg/grammar/grammar.py)
     shares_emission = False  # whether processes can share its emission: `computation.shards`
 
     def build(self, model: Any, words: Sequence[str], seed: int, text: EncodedText | None = None) -> nn.Module:
