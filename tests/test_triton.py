@@ -254,10 +254,10 @@ def test_a_graphs_layout_serves_batches_that_do_not_fill_it(copied):
     made = {}
 
     def through_graph(rules, emissions, lengths, precision, backend):
-        def find(rules, emissions, lengths, precision, storage, precise):
+        def find(rules, emissions, lengths, precision, storage, precise, bracketed):
             types = rules.root.dtype, rules.left.dtype, emissions.dtype, emissions.dtype
             shape, rules_at = (0, 7, 5, rules.root.shape[0]), None if copied else (0, 0)
-            slots = {"sentences": 4, "words": 6, "precise": precise, "rules_at": rules_at}
+            slots = {"sentences": 4, "words": 6, "precise": precise, "bracketed": bracketed, "rules_at": rules_at}
             bucket = graphs.Bucket(*shape, precision, storage, types, **slots)
             if bucket not in made:
                 arena = graphs.Arena(graphs.Graph.size(bucket), emissions.device)
