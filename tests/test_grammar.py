@@ -347,3 +347,23 @@ def test_summary_is_finite():
     assert all(math.isfinite(value) for value in make_model()().describe(thorough=True).values())
     no_nonterminal_children = grammar_with_stop(1.0)
     assert all(math.isfinite(value) for value in no_nonterminal_children.describe().values())
+
+
+def test_logits_too_large_for_fp32_are_computed_in_fp64_when_no_gradient_is_wanted():
+    generator = torch.Generator().manual_seed(0)
+    features, embeddings = torch.randn(5, 64, generator=generator), torch.randn(40, 64, generator=generator)
+    features[2] *= 3e6
+    with torch.no_grad():
+        emission = Emission.of(features, embeddings)
+        ordinary = Emission.of(features[3:], embeddings)
+    assert emission.widened
+    assert not ordinary.widened
+    log_p = emission.log_probabilities(torch.arange(40))
+    assert log_p.dtype == torch.float32
+    torch.testing.assert_close(log_p.double().exp().sum(0), torch.ones(5, dtype=torch.float64), rtol=0, atol=1e-5)
+    rows = emission.log_probabilities_of(torch.arange(5))
+    torch.testing.assert_close(rows, log_p.T, rtol=1e-6, atol=1e-6)
+    assert "unstable" in (emission.warning or "")
+    assert ordinary.warning is None
+    trained = Emission.of(features.requires_grad_(), embeddings)
+    assert not trained.widened  # a step does not wait for the device to tell

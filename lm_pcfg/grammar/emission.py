@@ -19,6 +19,11 @@ from torch.nn import functional
 
 from flash_inside.softmax import log_normalizers, rounded
 
+#: |feature| |embedding| up to which fp32 is exact enough: logits are off by some 3e-7 of it. Beyond, all but training
+#: computes in fp64. A training that becomes unstable goes there: with logits of 1e8 the normalisers of fp32 were off by
+#: up to 42, and a validation perplexity meant nothing.
+LARGEST_OF_FP32 = 1e4
+
 
 class Group(Protocol):
     """What shards need of a process group (distributed.collectives.ProcessGroup)."""
@@ -75,6 +80,7 @@ class Emission(NamedTuple):
     embeddings: Tensor  # [V, d] of the words
     log_normalizers: Tensor  # [P] log sum over the words of exp(feature . embedding)
     precision: str = "fp32"  # of the products behind the normalisers
+    widened: bool = False  # tables are fp64 because logits are too large for fp32; log-probabilities are fp32 still
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,12 +91,15 @@ class Emission(NamedTuple):
         cls, features: Tensor, embeddings: Tensor, precision: str = "fp32", shards: EmissionShards | None = None
     ) -> Emission:
         """Make an emission: the only place that goes through all words of all preterminals (or of this process's)."""
+        widened = not torch.is_grad_enabled() and precision == "fp32" and too_large_for_fp32(features, embeddings)
+        if widened:
+            features, embeddings = features.double(), embeddings.double()
         p = len(features)
         own = features if shards is None else features[shards.part(p)]
         normalizers = log_normalizers(own, embeddings, precision)
         if shards is not None:
             normalizers = shards.gather(normalizers, p)
-        return cls(features, embeddings, normalizers, precision)
+        return cls(features, embeddings, normalizers, precision, widened)
 
     def log_probabilities(self, words: Tensor) -> Tensor:
         """words: [n] ids on any device -> [n, P] on that of the tables. Each distinct word is computed once.
@@ -105,14 +114,26 @@ class Emission(NamedTuple):
         words_given = functional.embedding(distinct, self.embeddings)
         embeddings, features = (rounded(table, self.precision) for table in (words_given, self.features))
         columns = embeddings @ features.T - self.log_normalizers  # [distinct, P]
-        return functional.embedding(position, columns)
+        return functional.embedding(position, columns.float() if self.widened else columns)
 
     def log_probabilities_of(self, preterminals: Tensor) -> Tensor:
         """Log-probabilities of all words given some preterminals: [n] numbers on the tables' device -> [n, V]."""
         features, embeddings = (
             rounded(table, self.precision) for table in (self.features[preterminals], self.embeddings)
         )
-        return features @ embeddings.T - self.log_normalizers[preterminals, None]
+        rows = features @ embeddings.T - self.log_normalizers[preterminals, None]
+        return rows.float() if self.widened else rows
+
+    @property
+    def warning(self) -> str | None:
+        """Say that training has become unstable, if the logits tell."""
+        if not self.widened:
+            return None
+        size = largest_logit(self.features, self.embeddings)
+        return (
+            f"logits of the emission reach up to {size:.0e}: the training has become unstable, and bf16 or fp32 no "
+            "longer compute it right (scores use fp64); begin anew with another seed or a lower rate"
+        )
 
     def entropies(self, rows: int = 1024) -> Tensor:
         """Entropy in nats of each preterminal's words: [P], computed for some rows at a time."""
@@ -122,3 +143,12 @@ class Emission(NamedTuple):
             log_p = self.features[part] @ self.embeddings.T - self.log_normalizers[part, None]
             parts.append(-(log_p.exp() * log_p).sum(1))
         return torch.cat(parts)
+
+
+def largest_logit(features: Tensor, embeddings: Tensor) -> float:
+    """Return a bound of |feature . embedding|."""
+    return (features.norm(dim=1).amax() * embeddings.norm(dim=1).amax()).item() if len(features) else 0.0
+
+
+def too_large_for_fp32(features: Tensor, embeddings: Tensor) -> bool:
+    return features.dtype == torch.float32 and largest_logit(features, embeddings) > LARGEST_OF_FP32

@@ -136,6 +136,11 @@ class Grammar(NamedTuple):
         """Promise that its tensors keep their addresses from step to step; gradients: memory for those of `tensors`."""
         return self._replace(gradient_memory=(gradients[1], gradients[2]))
 
+    @property
+    def warning(self) -> str | None:
+        """What a user should know before figures of this grammar are believed."""
+        return self.emission.warning
+
     def describe(self, thorough: bool = False) -> dict[str, float]:
         """Return figures for the metrics; thorough adds what is too slow for every evaluation."""
         figures = analysis.summary(self.rules, self.emission)

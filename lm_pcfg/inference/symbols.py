@@ -256,9 +256,7 @@ def _preterminals(
     words_of_text = [words[word] for word in of_text.distinct.tolist()] if of_text else []
     found = []
     for part in chosen.split(ROWS):
-        rows = Emission(
-            emission.features[part], emission.embeddings, emission.log_normalizers[part], emission.precision
-        )
+        rows = emission._replace(features=emission.features[part], log_normalizers=emission.log_normalizers[part])
         probabilities = rows.log_probabilities(torch.arange(len(words))).T.double().exp()  # [rows, V]
         own = _choices(probabilities, words.__getitem__, most)
         emitted: Sequence[Choices | None] = [None] * len(part)

@@ -70,6 +70,8 @@ def load_trained(path: Path | None, *, weights: Weights = "auto", device: str = 
         raise UserError(f"{folder} does not fit its settings: {reason[:300]}") from None
     with torch.no_grad():
         grammar = model.to(device)(EXACT)
+    if warning := getattr(grammar, "warning", None):
+        warn(f"{folder}: {warning}")
     return TrainedGrammar(
         grammar=grammar, vocabulary=vocabulary, settings=settings, checkpoint=folder, state=loaded.state,
         weights="raw" if weights == "raw" or loaded.ema is None else "ema",

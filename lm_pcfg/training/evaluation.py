@@ -52,6 +52,7 @@ class Evaluation:
     grammar: dict[str, float]  # entropies and the like
     seconds: float
     trees: TreeScore | None = None
+    warning: str | None = None
 
     @property
     def s_f1(self) -> float | None:
@@ -144,7 +145,8 @@ def evaluate(
         found = dict(zip(labels, sums[len(trees) :], strict=True))
         recall = {label: 100 * found[label] / count for label, count in labels.items()}
         tree_score = TreeScore(100 * math.fsum(sums[: len(trees)]) / len(trees), recall)
-    return Evaluation(corpus_score(valid, log_p), recomputed, properties, time.perf_counter() - began, tree_score)
+    seconds, warning = time.perf_counter() - began, getattr(grammar, "warning", None)
+    return Evaluation(corpus_score(valid, log_p), recomputed, properties, seconds, tree_score, warning)
 
 
 # ---- trees ----------------------------------------------------------------------------------------------------------

@@ -236,6 +236,8 @@ class Trainer:
         if self.engine.is_main:
             mark = "  best so far" if improved else ""
             bar.message(f"step {self.position.step}: {result.describe()} ({duration(result.seconds)}){mark}")
+            if result.warning:
+                bar.message(f"warning: {result.warning}")
         return True
 
     def _take_time(self) -> None:
