@@ -23,6 +23,9 @@ SMALL = ["model.nonterminals=4", "model.preterminals=6", "device=cpu", "threads=
 def test_a_recipe_makes_a_step(path, tmp_path):
     text = str(write_text(tmp_path / "text", 40))
     own = [] if load_settings(path).model.family == "tables" else ["model.dimension=8"]
+    if load_settings(path).data.brackets is not None:
+        (tmp_path / "trees").write_text("()\n" * 40)
+        own += [f"data.brackets={tmp_path / 'trees'}"]
     settings = load_settings(path, [*SMALL, *own, f"data.train={text}", f"data.valid={text}"])
     report = dry_run(settings)
     assert report["total_steps"] > 0
