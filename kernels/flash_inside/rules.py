@@ -65,8 +65,8 @@ class ResidentRules(Rules):
         return self.left.grad is not None or self.right.grad is not None
 
 
-def check_inputs(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int]) -> list[int]:
-    """Refuse what cannot be meant, in one line each; return the lengths as a list of Python integers."""
+def check_lengths(lengths: Tensor | Sequence[int]) -> list[int]:
+    """Refuse what are no lengths of sentences; return them as a list of Python integers."""
     if isinstance(lengths, Tensor):
         if lengths.dtype.is_floating_point or lengths.dim() != 1:
             raise ValueError(
@@ -82,7 +82,12 @@ def check_inputs(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int
     lengths = whole
     if any(length < 1 for length in lengths):
         raise ValueError("every sentence needs at least one word: a length below 1 was given")
+    return lengths
 
+
+def check_inputs(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int]) -> list[int]:
+    """Refuse what cannot be meant, in one line each; return the lengths as a list of Python integers."""
+    lengths = check_lengths(lengths)
     if not all(isinstance(tensor, Tensor) for tensor in (*rules, emissions)):
         raise ValueError("rules and emissions must be tensors of PyTorch")
     if rules.left.dim() < 2 or rules.root.dim() < 1:

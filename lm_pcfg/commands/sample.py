@@ -67,6 +67,8 @@ def sample(
                     print(as_object if as_json else bracketed(tree))
             warnings.summarise()
         return
+    if trees:
+        model.check_trees()
     counts = Drawn()
     for count, one in enumerate(model.draw(number, seed=seed, max_length=max_length, drawn=counts), start=1):
         if as_json:

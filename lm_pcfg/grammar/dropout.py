@@ -26,24 +26,50 @@ class Kept(NamedTuple):
         return Kept(*(numbers.to(device, non_blocking=True) for numbers in self))
 
 
-def draw_kept(nonterminals: int, preterminals: int, rate: float, *, seed: int, step: int) -> Kept | None:
-    """Draw the symbols that take part in a step; None keeps all.
+class KeptStates(NamedTuple):
+    """The same of a hidden Markov model."""
 
-    Of 256 symbols and more the nearest multiple of 16 is kept: rows of other lengths are unaligned in memory, and
-    products of them several times slower on a GPU.
-    """
+    states: Tensor  # [kept S] of 0..S-1
+    features: Tensor  # [kept F] of 0..F-1; F is 0 where transitions have no features
+
+    def to(self, device: torch.device) -> KeptStates:
+        return KeptStates(*(numbers.to(device, non_blocking=True) for numbers in self))
+
+
+def draw_kept(nonterminals: int, preterminals: int, rate: float, *, seed: int, step: int) -> Kept | None:
+    """Draw the symbols that take part in a step; None keeps all."""
     if rate <= 0.0:
         return None
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, step, 0xD809])))
+    generator = _generator(seed, step)
+    return Kept(_subset(nonterminals, rate, generator), _subset(preterminals, rate, generator))
 
-    def subset(size: int) -> Tensor:
-        count = max(1, round(size * (1.0 - rate)))
-        if size >= 256 and count < size:
-            count = min(max(16, round(count / 16) * 16), (size - 1) // 16 * 16)
-        # Those with the smallest random numbers: half the time of generator.choice.
-        return torch.from_numpy(np.sort(np.argpartition(generator.random(size), count - 1)[:count]))
 
-    return Kept(subset(nonterminals), subset(preterminals))
+def draw_states(
+    states: int, rate: float, features: int = 0, feature_rate: float = 0.0, *, seed: int, step: int
+) -> KeptStates | None:
+    """Draw the states that take part in a step, and the features of transitions; None keeps all."""
+    if rate <= 0.0 and feature_rate <= 0.0:
+        return None
+    generator = _generator(seed, step)
+    kept = _subset(states, rate, generator)
+    return KeptStates(kept, _subset(features, feature_rate, generator) if features else kept[:0])
+
+
+def _generator(seed: int, step: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, step, 0xD809])))
+
+
+def _subset(size: int, rate: float, generator: np.random.Generator) -> Tensor:
+    """Draw the sorted numbers that are kept of 0..size-1.
+
+    Of 256 and more the nearest multiple of 16 is kept: rows of other lengths are unaligned in memory, and products of
+    them several times slower on a GPU.
+    """
+    count = max(1, round(size * (1.0 - rate)))
+    if size >= 256 and count < size:
+        count = min(max(16, round(count / 16) * 16), (size - 1) // 16 * 16)
+    # Those with the smallest random numbers: half the time of generator.choice.
+    return torch.from_numpy(np.sort(np.argpartition(generator.random(size), count - 1)[:count]))
 
 
 def state_dropout_rate(model: PCFGSection, step: int, total_steps: int) -> float:
@@ -75,6 +101,7 @@ class Dropout(NamedTuple):
 
     kept: Kept | None = None  # symbols; None: all
     features: FeatureDropout = FeatureDropout()
+    states: KeptStates | None = None  # those of a hidden Markov model; None: all
 
     @classmethod
     def of_step(cls, model: PCFGSection, feature_rate: float, *, seed: int, step: int, total_steps: int) -> Dropout:
@@ -85,12 +112,13 @@ class Dropout(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Steps of the same shape may share a CUDA graph."""
-        return () if self.kept is None else (len(self.kept.nonterminals), len(self.kept.preterminals))
+        return tuple(len(numbers) for numbers in (*(self.kept or ()), *(self.states or ())))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*(self.kept or ()), *((self.features.key,) if self.features.rate else ()))
+        return (*(self.kept or ()), *(self.states or ()), *((self.features.key,) if self.features.rate else ()))
 
     def to(self, device: torch.device) -> Dropout:
         kept = None if self.kept is None else self.kept.to(device)
-        return Dropout(kept, self.features._replace(key=self.features.key.to(device)))
+        states = None if self.states is None else self.states.to(device)
+        return Dropout(kept, self.features._replace(key=self.features.key.to(device)), states)

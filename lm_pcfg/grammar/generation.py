@@ -1,10 +1,11 @@
-"""Derivations drawn from a grammar itself, from the root down: exact samples of trees with their words.
+"""Derivations drawn from a model itself: trees from the root down, or sequences of states, with their words.
 
 All derivations grow together, one level at a time. The nodes of a level that have the same label draw from one
 cumulative sum in fp64, so the memory is that of some rows of the rules or of the emission, never samples x N or P x V.
 
 A derivation that is known to need more than `max_length` words is cut, since that of a supercritical grammar may never
-end. The rest are samples of p(derivation | at most max_length words).
+end. The rest are samples of p(derivation | at most max_length words). The states of a hidden Markov model are drawn in
+the same way, one step of all sequences at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lm_pcfg.grammar.grammar import Grammar
+from lm_pcfg.grammar.markov import HiddenMarkovModel
 
 LARGEST_BLOCK = 1 << 22  # numbers in some rows of probabilities
 
@@ -27,7 +29,8 @@ class Derivation(NamedTuple):
     """One sample. A derivation that was cut has neither words nor nodes, and NaN for its log-probability."""
 
     words: list[int]  # ids
-    nodes: list[tuple[int, int, int]]  # (first word, end, label), parents before children, left before right
+    #: (first word, end, label), parents before children, left before right; of a sequence (word, word + 1, state)
+    nodes: list[tuple[int, int, int]]
     log_probability: float  # natural, of its root, rules and words
     cut: bool
 
@@ -70,6 +73,81 @@ def sample_derivations(grammar: Grammar, number: int, *, seed: int, max_length: 
         raise ValueError(f"{number} derivations of at most {max_length} words cannot be drawn")
     with torch.no_grad():
         return _Forest(grammar, number, np.random.default_rng(seed), max_length).grow()
+
+
+def draw_options(
+    table: Callable[[Tensor], Tensor], rows: np.ndarray, options: int, random: np.random.Generator, device: torch.device
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw an option for each of some rows of a table [?, options]; return the options and their probabilities.
+
+    table: numbers of rows, on the device -> their probabilities
+    """
+    chosen, probability = np.empty_like(rows), np.empty(len(rows))
+    uniform = random.random(len(rows))
+    order = np.argsort(rows, kind="stable")
+    distinct, first = np.unique(rows[order], return_index=True)
+    groups = np.split(order, first[1:])  # those that draw from the same row
+    step = max(1, LARGEST_BLOCK // options)
+    for start in range(0, len(distinct), step):
+        block = torch.from_numpy(distinct[start : start + step]).to(device)
+        # On the host one number is added after the other: the sum never falls, nor rises by an option without mass
+        probabilities = table(block).double().cpu().numpy()
+        sums = probabilities.cumsum(1)
+        if not (np.isfinite(sums[:, -1]) & (sums[:, -1] > 0)).all():
+            raise ValueError("a row of the grammar's probabilities has NaN or no mass: nothing can be drawn from it")
+        for number, nodes in enumerate(groups[start : start + step]):
+            chosen[nodes] = np.searchsorted(sums[number], uniform[nodes] * sums[number, -1], side="right")
+            probability[nodes] = probabilities[number, chosen[nodes]]
+    return chosen, probability
+
+
+def sample_sequences(
+    model: HiddenMarkovModel, number: int, *, seed: int, max_length: int, end: int
+) -> list[Derivation]:
+    """Draw so many sequences of states and words, each up to its first word `end`. The same seed draws the same ones.
+
+    Where transitions are given in two factors, what is drawn between them is part of the log-probability.
+    """
+    if number < 0 or max_length < 1:
+        raise ValueError(f"{number} sequences of at most {max_length} words cannot be drawn")
+    random, device = np.random.default_rng(seed), model.start.device
+    log_probability = np.zeros(number)
+    going, states = np.arange(number), np.zeros(number, dtype=np.int64)  # the samples that have not ended
+
+    def draw(table: Callable[[Tensor], Tensor], rows: np.ndarray, options: int) -> np.ndarray:
+        chosen, probability = draw_options(table, rows, options, random, device)
+        log_probability[going] += np.log(probability)
+        return chosen
+
+    steps = []  # (sample, state, word) of each
+    with torch.no_grad():
+        states = draw(model.start[None].__getitem__, states, len(model.start))
+        for step in range(max_length):
+            if step:
+                for matrix in model.transition:
+                    states = draw(matrix.__getitem__, states, matrix.shape[1])
+            words = draw(
+                lambda rows: model.emission.log_probabilities_of(rows).double().exp(),
+                states,
+                len(model.emission.embeddings),
+            )
+            steps.append((going, states, words))
+            going, states = going[words != end], states[words != end]
+            if not len(going):
+                break
+    log_probability[going] = np.nan
+    sample, state, word = (np.concatenate(arrays) for arrays in zip(*steps, strict=True))
+    order = np.argsort(sample, kind="stable")  # steps of a sample stay in order
+    lengths = np.bincount(sample, minlength=number)
+    ends = np.cumsum(lengths).tolist()
+    word, state = word[order], state[order]
+    cut = np.isin(np.arange(number), going).tolist()
+    samples = []
+    for is_cut, stop, length, score in zip(cut, ends, lengths.tolist(), log_probability.tolist(), strict=True):
+        own = slice(stop, stop) if is_cut else slice(stop - length, stop)
+        nodes = [(place, place + 1, label) for place, label in enumerate(state[own].tolist())]
+        samples.append(Derivation(word[own].tolist(), nodes, score, is_cut))
+    return samples
 
 
 class _Forest:
@@ -115,24 +193,7 @@ class _Forest:
 
         table: numbers of rows -> their probabilities
         """
-        chosen, probability = np.empty_like(rows), np.empty(len(rows))
-        uniform = self.random.random(len(rows))
-        order = np.argsort(rows, kind="stable")
-        distinct, first = np.unique(rows[order], return_index=True)
-        groups = np.split(order, first[1:])  # nodes with the same row
-        step = max(1, LARGEST_BLOCK // options)
-        for start in range(0, len(distinct), step):
-            block = torch.from_numpy(distinct[start : start + step]).to(self.grammar.root.device)
-            # On the host one number is added after the other: the sum never falls, nor rises by an option without mass
-            probabilities = table(block).double().cpu().numpy()
-            sums = probabilities.cumsum(1)
-            if not (np.isfinite(sums[:, -1]) & (sums[:, -1] > 0)).all():
-                raise ValueError(
-                    "a row of the grammar's probabilities has NaN or no mass: nothing can be drawn from it"
-                )
-            for number, nodes in enumerate(groups[start : start + step]):
-                chosen[nodes] = np.searchsorted(sums[number], uniform[nodes] * sums[number, -1], side="right")
-                probability[nodes] = probabilities[number, chosen[nodes]]
+        chosen, probability = draw_options(table, rows, options, self.random, self.grammar.root.device)
         np.add.at(self.log_probability, sample, np.log(probability))
         return chosen
 

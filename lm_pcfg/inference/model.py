@@ -205,6 +205,10 @@ class Model:
         spans = 0.8 * memory_of(self.grammars[0].grammar.root.device) / row
         return max(1, int(math.sqrt(2 * spans)))
 
+    def check_trees(self) -> None:
+        """Refuse, in one line, models of families that have no trees."""
+        self._parsers()
+
     def _parsers(self) -> list[Parser]:
         parsers = [Parser(one.grammar, one.vocabulary, self.precision) for one in self.grammars]
         for parser in parsers:

@@ -12,8 +12,9 @@ import torch
 from lm_pcfg.corpus.pieces import PieceVocabulary
 from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.generation import Derivation, sample_derivations
+from lm_pcfg.grammar.generation import Derivation, sample_derivations, sample_sequences
 from lm_pcfg.grammar.grammar import Grammar
+from lm_pcfg.grammar.markov import HiddenMarkovModel
 from lm_pcfg.grammar.parsing import Parser, labelled_tree
 from lm_pcfg.inference.trained import TrainedGrammar
 
@@ -25,7 +26,9 @@ class Sample:
     """A sentence with the derivation that made it."""
 
     text: str
-    tree: Tree  # over words, or over the pieces of a vocabulary of pieces; labels are symbols
+    #: Over words, or over the pieces of a vocabulary of pieces; labels are symbols. A hidden Markov model has no tree,
+    #: and its states as tags.
+    tree: Tree
     log_probability: float  # natural, of the derivation: that of the sentence is larger
 
 
@@ -43,6 +46,7 @@ class Drawn:
     samples: int = 0
     cut: int = 0  # they would have had more words than allowed
     without_end: int = 0  # explicit ends: `<eos>` was not at the end, or not only there
+    empty: int = 0  # explicit ends: `<eos>` alone
 
     def message(self, max_length: int, unit: str) -> str:
         """Say what is missing from the samples, so that nobody takes them for all; "" if nothing is."""
@@ -51,6 +55,8 @@ class Drawn:
             parts.append(f"{self.cut:,} of {self.samples:,} samples have more than {max_length:,} {unit}")
         if self.without_end:
             parts.append(f"{self.without_end:,} of {self.samples:,} do not end in a single <eos>")
+        if self.empty:
+            parts.append(f"{self.empty:,} of {self.samples:,} have no {unit}")
         return (
             f"{' and '.join(parts)}: they are left out, so the others are no fair sample of the grammar"
             if parts
@@ -65,7 +71,7 @@ def draw_samples(
     if number < 0 or max_length < 1 or seed < 0:
         raise UserError(f"{number} samples of at most {max_length} words with seed {seed} cannot be drawn")
     for one in mixture:
-        if not isinstance(one.grammar, Grammar):
+        if not isinstance(one.grammar, Grammar | HiddenMarkovModel):
             raise UserError(f"{one.checkpoint}: a model of family {one.settings.model.family} cannot be sampled")
     for block, start in enumerate(range(0, number, AT_A_TIME)):
         count = min(AT_A_TIME, number - start)
@@ -73,16 +79,24 @@ def draw_samples(
         made = []
         for place, one in enumerate(mixture):
             own, most = int((chosen == place).sum()), max_length + (one.vocabulary.end_id is not None)
-            made.append(iter(sample_derivations(one.grammar, own, seed=_seed(seed, block, place), max_length=most)))
+            made.append(_derivations(one, own, _seed(seed, block, place), most))
         for place in chosen.tolist():
             derivation = next(made[place])
             drawn.samples += 1
             drawn.cut += derivation.cut
             if not derivation.cut:
                 sample = _sample(mixture[place], derivation)
-                drawn.without_end += sample is None
+                drawn.empty += sample is None and len(derivation.words) == 1
+                drawn.without_end += sample is None and len(derivation.words) > 1
                 if sample is not None:
                     yield sample
+
+
+def _derivations(one: TrainedGrammar, number: int, seed: int, most: int) -> Iterator[Derivation]:
+    if isinstance(one.grammar, HiddenMarkovModel):
+        assert one.vocabulary.end_id is not None
+        return iter(sample_sequences(one.grammar, number, seed=seed, max_length=most, end=one.vocabulary.end_id))
+    return iter(sample_derivations(one.grammar, number, seed=seed, max_length=most))
 
 
 def _seed(*parts: int) -> int:
@@ -98,7 +112,10 @@ def _sample(trained: TrainedGrammar, derivation: Derivation) -> Sample | None:
         ids = ids[:-1]
     words = [vocabulary.words[id] for id in ids]
     text = vocabulary.decode(ids) if isinstance(vocabulary, PieceVocabulary) else " ".join(words)
-    tree = labelled_tree(words, derivation.nodes, range(len(ids) + 1), trained.grammar.rules.nonterminals)
+    if isinstance(trained.grammar, HiddenMarkovModel):
+        tree = Tree(tuple(words), tuple(f"S{state}" for _, _, state in derivation.nodes[: len(ids)]), ())
+    else:
+        tree = labelled_tree(words, derivation.nodes, range(len(ids) + 1), trained.grammar.rules.nonterminals)
     return Sample(text, tree, derivation.log_probability)
 
 

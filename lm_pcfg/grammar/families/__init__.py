@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # it imports torch
 BUILT_IN = {
     "sn_pcfg": "lm_pcfg.grammar.families.sn_pcfg",
     "tables": "lm_pcfg.grammar.families.tables",
+    "nhmm": "lm_pcfg.grammar.families.nhmm",
+    "lhmm": "lm_pcfg.grammar.families.lhmm",
+    "rank_hmm": "lm_pcfg.grammar.families.rank_hmm",
 }
 _registered: dict[str, Family] = {}
 

@@ -96,5 +96,41 @@ class TablesSection(PCFGSection):
         return self
 
 
+class HMMSection(ModelSection):
+    """What hidden Markov models have, however their transitions are parameterised."""
+
+    states: Count = setting(..., "number of hidden states")
+    dimension: Count = setting(256, "dimension of the embeddings of states and words")
+    init: InitField = setting(
+        Init("normal", 0.25, 0.25), "xavier_normal, xavier_uniform, or standard deviations: normal(states, words)"
+    )
+    state_dropout: Fraction = setting(
+        0.0, "fraction of the states left out at each step (of 256 and more, such that a multiple of 16 is left)"
+    )
+
+    @check(mode="after")
+    def _ends_and_tables(self) -> HMMSection:
+        if self.eos != "explicit":
+            raise ValueError("eos: implicit is of grammars; a hidden Markov model ends in a word, so use eos: explicit")
+        if self.init.scheme == "contexts":
+            raise ValueError("init: contexts belongs to family sn_pcfg; use normal(states, words)")
+        return self
+
+
+class LHMMSection(HMMSection):
+    features: Count = setting(1024, "features whose products are the transitions")
+    feature_dropout: Fraction = setting(0.0, "fraction of the features of transitions left out at each step")
+
+
+class RankHMMSection(HMMSection):
+    rank: Count = setting(4096, "values of the rank variable between two states, which emits the words")
+
+
 #: Families whose settings are here; those of other families are in their files.
-SECTIONS: dict[str, type[ModelSection]] = {"sn_pcfg": SNPCFGSection, "tables": TablesSection}
+SECTIONS: dict[str, type[ModelSection]] = {
+    "sn_pcfg": SNPCFGSection,
+    "tables": TablesSection,
+    "nhmm": HMMSection,
+    "lhmm": LHMMSection,
+    "rank_hmm": RankHMMSection,
+}
