@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+# What a terminal obeys instead of showing it, or takes for the end of a line; names and files may hold any of it.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
 
 def say(message: str) -> None:
-    """Print a line on standard error; standard output is for results."""
-    print(message, file=sys.stderr, flush=True)
+    """Print a line on standard error, control characters as escapes; standard output is for results."""
+    print(_CONTROL.sub(lambda found: repr(found[0])[1:-1], message), file=sys.stderr, flush=True)
 
 
 def warn(message: str) -> None:
