@@ -152,7 +152,7 @@ def test_dry_run_makes_one_step_and_writes_nothing(tmp_path):
         (["--config", "small.yaml", f"data.valid={'x' * 300}"], 1, "xxx...: File name too long; check the path"),
         (["--config", "small.yaml", f"data.train={'x' * 300}.parquet"], 1, "xxx...: File name too long"),
         (["--config", "small.yaml", f"resume={'x' * 300}"], 1, "File name too long"),
-        (["--config", "small.yaml", "a\x1cb\u2028\x1b[31m=["], 1, r"a\x1cb\u2028\x1b[31m: not valid YAML"),
+        (["--config", "small.yaml", "a\x1cb\u2028\x1b[31m=["], 1, r"a\x1cb\u2028\x1b[31m: line 1"),
         (["--config", "small.yaml", "data.sentencepiece=/dev/null"], 1, "not a plain file"),
         (["--config", "small.yaml", "data.sentencepiece=empty"], 1, "not a SentencePiece model (it is empty)"),
         (["--config", "small.yaml", "inside.backend=triton"], 1, "inside.backend: triton needs a GPU"),

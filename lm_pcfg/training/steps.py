@@ -66,7 +66,7 @@ class Steps:
         )
         words = self.corpora.vocabulary.words
         self.family.check_memory(model, len(words), engine.device)
-        self._check_charts()
+        engine.on_all(self._check_charts)
         text = None
         if wanted := self.family.text_wanted(model):
             if engine.is_main:
