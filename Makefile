@@ -51,11 +51,12 @@ slurm: $(VENV)/.installed-dev
 	$(BIN)/python tests/slurm_long.py
 
 # 25 kills of processes that train together, under DDP and under DeepSpeed, every signal to every process, and every
-# single bit of what lies beside the tensors.
+# single bit of what lies beside the tensors, and 5,000 fuzzed configs, overrides, states, manifests, indexes,
+# vocabularies and shards (-rP shows their counts).
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python tests/chaos.py --kills 25
 	$(BIN)/python tests/chaos.py --kills 25 --zero-stage 2
-	$(BIN)/python -m pytest -m chaos
+	$(BIN)/python -m pytest -m chaos -rP
 
 # Mutants of the dynamic programmes, streams, storage and learners, and which of them no test notices: tests/mutants.py.
 # An hour or so for 60 on 2 cores; interrupted, it goes on.

@@ -132,6 +132,9 @@ def _run() -> int:
         reason = str(error).splitlines()[0]
         status = _fail(f"not enough memory; try fewer symbols, smaller batches or a lower maximum length ({reason})")
     except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # a name that no file can have, wherever it is looked for
+            name = str(error.filename)
+            return _fail(f"{name[:60]}{'...' if len(name) > 60 else ''}: {error.strerror}; check the path")
         if error.errno != errno.ENOSPC:
             raise
         status = _fail(f"cannot write: {error.strerror}")

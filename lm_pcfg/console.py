@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+# What a terminal obeys instead of showing it, or takes for the end of a line; names and files may hold any of it.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
 
 def say(message: str) -> None:
-    """Print a line on standard error; standard output is for results."""
-    print(message, file=sys.stderr, flush=True)
+    """Print a line on standard error, control characters as escapes; standard output is for results."""
+    print(_CONTROL.sub(lambda found: repr(found[0])[1:-1], message), file=sys.stderr, flush=True)
 
 
 def warn(message: str) -> None:
@@ -28,17 +32,25 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
+class Advance(Protocol):
+    def __call__(self, amount: int, detail: str = "", /) -> None:
+        """Count so much more as done, and show the detail at the end of the line; 0: what is done now takes long."""
+
+
+def unseen(amount: int, detail: str = "", /) -> None:
+    """The progress of what nobody watches."""
+
+
 class Progress(Protocol):
-    def advance(self, amount: int, detail: str = "") -> None:
-        """Count so much more as done, and show the detail at the end of the line."""
+    @property
+    def advance(self) -> Advance: ...
 
     def message(self, text: str) -> None:
         """Print a line of its own, above the bar."""
 
 
 class _Silent:
-    def advance(self, amount: int, detail: str = "") -> None:
-        pass
+    advance = staticmethod(unseen)
 
     def message(self, text: str) -> None:
         say(text)
@@ -50,22 +62,23 @@ class _Plain:
     def __init__(self, title: str, total: int | None, done: int, seconds_between: float):
         self.title, self.total, self.done, self._between = title, total, done, seconds_between
         self._first_done, self._start = done, time.monotonic()
-        self._last_line, self._detail = self._start, ""
+        self._last_line, self._detail, self._told_now = self._start, "", False
 
-    def advance(self, amount: int, detail: str = "") -> None:
+    def advance(self, amount: int, detail: str = "", /) -> None:
         self.done += amount
-        self._detail = detail or self._detail
+        if amount:
+            self._detail = detail or self._detail
         now = time.monotonic()
-        if now - self._last_line >= self._between:
-            self._last_line = now
-            self._line(now - self._start)
+        if now - self._last_line >= self._between or not (amount or self._told_now):
+            self._last_line, self._told_now = now, self._told_now or not amount
+            self._line(now - self._start, self._detail if amount else detail)
 
-    def _line(self, passed: float) -> None:
+    def _line(self, passed: float, detail: str) -> None:
         rate = (self.done - self._first_done) / passed if passed > 0 else 0.0
-        parts = [f"{self.title} {self.done}", self._detail]
+        parts = [f"{self.title} {self.done}", detail]
         if self.total is not None:
             left = duration((self.total - self.done) / rate) if rate > 0 else "?"
-            parts = [f"{self.title} {self.done}/{self.total}", self._detail, f"{left} left"]
+            parts = [f"{self.title} {self.done}/{self.total}", detail, f"{left} left"]
         say("  ".join(part for part in parts if part))
 
     def message(self, text: str) -> None:
@@ -94,10 +107,13 @@ def progress(
         task = bars.add_task(title, total=total, completed=done, detail="")
 
         class _Bar:
-            def advance(self, amount: int, detail: str = "") -> None:
+            _now = False  # whether the detail is of what is done now
+
+            def advance(self, amount: int, detail: str = "", /) -> None:
                 bars.advance(task, amount)
-                if detail:
+                if detail or self._now:
                     bars.update(task, detail=detail)
+                self._now = not amount
 
             def message(self, text: str) -> None:
                 bars.console.print(text, highlight=False, markup=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ import zstandard
 
 from lm_pcfg.corpus import text
 from lm_pcfg.corpus.lengths import Histogram
+from lm_pcfg.corpus.preparation import hub
+from lm_pcfg.corpus.preparation import shards as preparation
+from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
 from lm_pcfg.corpus.shards import blocks, files, parquet
 from lm_pcfg.corpus.shards.errors import ShardError
 from lm_pcfg.corpus.shards.files import Chunk
@@ -63,7 +67,7 @@ def problem_with(folder: Path, file: Path, **options) -> str:
 
 @pytest.fixture
 def short_lines(monkeypatch):
-    for module in (text, parquet):
+    for module in (text, parquet, hub):
         monkeypatch.setattr(module, "LONGEST_LINE", 1 << 18)
     monkeypatch.setattr(parquet, "SMALL_BATCH", 1 << 18)
 
@@ -108,6 +112,41 @@ def test_what_comes_before_a_line_without_end_is_kept(tmp_path, short_lines):
     )
     assert corpus.lines == 50
     assert "line 51" in corpus.damage.files[0]
+
+
+# ---- texts in the hub's layout --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt", "txt.gz", "csv", "json"])
+def test_a_row_without_end_in_the_hubs_layout_is_named(tmp_path, short_lines, kind):
+    """Those of a csv or a .json come through `datasets`, the others are read as files are."""
+    folder, values = tmp_path / "hub", ["w1 w2", "w3 " * 200_000, "w4"]
+    folder.mkdir()
+    file = folder / f"train.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": values}), file)
+    elif kind in ("jsonl", "json"):
+        file.write_text("".join(f'{{"text": "{value}"}}\n' for value in values))
+    else:
+        content = "".join(f"{value}\n" for value in values).encode()
+        file.write_bytes(gzip.compress(content) if kind == "txt.gz" else b"text\n" * (kind == "csv") + content)
+    with pytest.raises(ShardError, match=r"(row|line) 2 has more than 0 MiB; break it up"):
+        prepare([str(folder)], tmp_path / "out", PrepareOptions(split="train"), processes=1)
+
+
+def test_rows_of_the_hub_are_gathered_by_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "BYTES_AT_A_TIME", 1000)
+    monkeypatch.setattr(preparation, "rows_of_split", lambda *arguments: iter(["w " * 100] * 20))
+    source = preparation.Input(0, "some/text", split="train")
+    assert [len(rows) for rows in preparation.rows_of(source, preparation.ReadOptions())] == [5] * 4
+
+
+def test_a_damaged_file_in_the_hubs_layout_is_one_line(tmp_path):
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "train.csv").write_text('text,more\nw1,w2\nw1,w2,w3,w4\n"')
+    with pytest.raises(ShardError, match="hub: reading failed after row 0") as caught:
+        prepare([str(tmp_path / "hub")], tmp_path / "out", PrepareOptions(split="train"), processes=1)
+    assert "\n" not in str(caught.value)
 
 
 # ---- more text than a file can have ---------------------------------------------------------------------------------
@@ -176,7 +215,8 @@ def most_memory():
 
 before = most_memory()
 for file in sys.argv[1:]:
-    for use in (lambda: prepare([file], Path(tempfile.mkdtemp()), PrepareOptions(), processes=1),
+    split = "train" if Path(file).is_dir() else None
+    for use in (lambda: prepare([file], Path(tempfile.mkdtemp()), PrepareOptions(split=split), processes=1),
                 lambda: build_vocabulary([Path(file)], RawOptions(), VocabularyOptions(), IndexStore(Path(tempfile.mkdtemp())))):
         try:
             use()
@@ -193,11 +233,15 @@ def test_bombs_take_no_gigabytes(tmp_path):
         write_list(tmp_path / "words.parquet", ["x" * 1000] * 20_000, 100),
     ]
     assert all(bomb.stat().st_size < 100_000 for bomb in bombs)
+    for name in ("rows.parquet", "line.txt.zst"):
+        bombs.append(tmp_path / name.partition(".")[0])
+        bombs[-1].mkdir()
+        shutil.copy(tmp_path / name, bombs[-1] / name.replace(bombs[-1].name, "train"))
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, *map(str, bombs)], capture_output=True, text=True, timeout=120,
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'kernels'}"},
     )  # fmt: skip
     *messages, gigabytes = result.stdout.splitlines()
-    assert len(messages) == 6, result.stderr
+    assert len(messages) == 10, result.stderr
     assert not any("amaged" in message for message in messages)
     assert float(gigabytes) < 0.9

@@ -149,13 +149,20 @@ def test_dry_run_makes_one_step_and_writes_nothing(tmp_path):
         (["--config", "small.yaml", "model.nonterminal=3"], 1, "did you mean 'model.nonterminals'"),
         (["--config", "small.yaml", "data.train=gone.txt"], 1, "gone.txt"),
         (["--config", "small.yaml", "inside.backend=reference", "inside.precision=bf16"], 1, "fp64 or fp32"),
+        (["--config", "small.yaml", f"data.valid={'x' * 300}"], 1, "xxx...: File name too long; check the path"),
+        (["--config", "small.yaml", f"data.train={'x' * 300}.parquet"], 1, "xxx...: File name too long"),
+        (["--config", "small.yaml", f"resume={'x' * 300}"], 1, "File name too long"),
+        (["--config", "small.yaml", "a\x1cb\u2028\x1b[31m=["], 1, r"a\x1cb\u2028\x1b[31m: line 1"),
+        (["--config", "small.yaml", "data.sentencepiece=/dev/null"], 1, "not a plain file"),
+        (["--config", "small.yaml", "data.sentencepiece=empty"], 1, "not a SentencePiece model (it is empty)"),
         (["--config", "small.yaml", "inside.backend=triton"], 1, "inside.backend: triton needs a GPU"),
         ([], 2, "--config"),
     ],
-    ids=lambda value: " ".join(value[2:]) if isinstance(value, list) else None,
+    ids=lambda value: " ".join(value[2:])[:60] if isinstance(value, list) else None,
 )
 def test_mistakes_in_training_get_one_line(arguments, status, message, tmp_path):
     write_config(tmp_path)
+    (tmp_path / "empty").touch()
     assert message in one_line_error(lm_pcfg("train", *arguments, cwd=tmp_path), status)
 
 

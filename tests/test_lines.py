@@ -29,7 +29,7 @@ def test_values_have_the_order_of_the_lines_over_blocks(tmp_path, monkeypatch):
     )  # fmt: skip
     assert list(found) == [
         Line(1, "a b", 2), Line(2, "", None, "blank"), Line(3, "a b c a b", None, "long"), Line(4, "c", None, "short"),
-        Line(5, "a b c", 3), Line(6, "a z", 2),
+        Line(5, "a b c", 3), Line(6, "a z", 2, unknown=1),
     ]  # fmt: skip
     assert sum(done) == 6 == lines.count_lines(str(text))
     assert [message.partition(": ")[2].partition(",")[0] for message in warned] == ["5 words", "one word"]

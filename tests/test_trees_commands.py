@@ -108,7 +108,7 @@ def test_lines_that_are_too_long_have_no_tree_and_a_warning(folder, monkeypatch)
     result = command("parse", "text", "--max-length", "4", cwd=folder)
     assert result.stdout.decode().splitlines() == ["()", "", "(T zebra)", "()"]
     assert result.stderr.decode().count("skipped; --max-length 4 is the limit") == 2
-    monkeypatch.setattr("lm_pcfg.inference.model.memory_of", lambda device: 4000.0)
+    monkeypatch.setattr("lm_pcfg.inference.lines.memory_of", lambda device: 4000.0)
     result = command("parse", "text", cwd=folder)
     assert "fits into memory" in result.stderr.decode()
 
@@ -121,6 +121,18 @@ def test_a_line_without_a_tree_is_told(folder, monkeypatch):
     result = command("parse", "text", cwd=folder)
     assert result.stdout.decode().splitlines() == ["()", "", "(T zebra)", "()"]
     assert "text, line 1: no tree: probability 0" in result.stderr.decode()
+
+
+@pytest.mark.parametrize("arguments", [["parse", "strange"], ["evaluate", "strange.mrg"], ["score", "strange"]])
+def test_unknown_words_are_told_where_training_saw_none(folder, arguments):
+    (folder / "strange").write_text("the cat zebra\nzebra zebra sees\n")
+    (folder / "strange.mrg").write_text("(S (D the) (N cat) (V zebra))\n(S (N zebra) (N zebra) (V sees))\n")
+    said = command(*arguments, "--checkpoint", "runs/small", cwd=folder).stderr.decode()
+    name = arguments[1]
+    assert f"warning: {name}: 3 unknown words, but training saw none: their probability is arbitrary" in said
+    (folder / "strange").write_text("the cat sees\n")
+    (folder / "strange.mrg").write_text("(S (D the) (N cat) (V sees))\n")
+    assert "unknown words" not in command(*arguments, "--checkpoint", "runs/small", cwd=folder).stderr.decode()
 
 
 # ---- evaluate -------------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ import importlib.util
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,17 +36,58 @@ def in_triton(tensor: Tensor) -> bool:
 
 
 def memory_of(device: torch.device = CPU) -> float:
-    """Return how many bytes the GPU, or for a CPU this machine, has in all; inf if the system does not tell."""
+    """Return how many bytes the GPU has in all, or for a CPU those this process may use; inf if nothing tells."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        there: float = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
-        return math.inf
+        there = math.inf
+    return min(there, cgroup_limit())
+
+
+@cache
+def cgroup_limit(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Return the limit that containers and SLURM set: the least of this process's cgroup and of those above it.
+
+    groups: where cgroups are mounted, version 1 or 2; own: which of them are this process's. A container may see its
+    own cgroup as the topmost one, and yet its path from outside.
+    """
+    limit = math.inf
+    try:
+        lines = own.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return limit
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, file = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+        folder = top / name.strip("/")
+        while folder.is_relative_to(top):
+            with suppress(OSError, ValueError):  # not there, or "max"
+                limit = min(limit, int((folder / file).read_text(encoding="ascii")))
+            folder = folder.parent
+    return limit
+
+
+def chart_memory(lengths: Iterable[int], nonterminals: int, precision: str) -> float:
+    """Return the bytes of the chart of some sentences on a CPU: it grows with the square of their lengths."""
+    return sum(length * (length + 1) / 2 for length in lengths) * _row_memory(nonterminals, precision)
+
+
+def longest_fitting(memory: float, nonterminals: int, precision: str) -> float:
+    """Return how long a sentence may be so that its chart takes no more than so many bytes; inf for inf."""
+    return math.sqrt(2 * memory / _row_memory(nonterminals, precision) + 0.25) - 0.5
+
+
+def _row_memory(nonterminals: int, precision: str) -> int:
+    """Return the bytes of a row: eta and zeta, beta, the derivatives of the first two; some 100 of scales and sums."""
+    return (8 if precision == "fp64" else 4) * 5 * nonterminals + 100
 
 
 def check_memory(needed: float, device: torch.device = CPU) -> None:
-    """Raise MemoryError if the device has fewer bytes than that in all.
+    """Raise MemoryError if the device, or this process, has fewer bytes than that in all.
 
     Allocators may hand out more than there is (overcommit), and the system then kills whoever uses it.
     """

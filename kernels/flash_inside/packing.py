@@ -51,13 +51,14 @@ class Layout:
         position = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return sentence, position
 
-    def splits(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of the left and right parts of all splits of all spans of a width: two arrays [R, width - 1].
+    def splits(self, width: int, block: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of the left and right parts of all splits of spans of a width: two arrays [R, width - 1].
 
-        For one width no row occurs twice in either array (a left part fixes its width, sentence and first word, a
-        right part its width, sentence and last word), so adding at these rows has no conflicts.
+        block: of which spans, in row order; by default all. For one width no row occurs twice in either array (a left
+        part fixes its width, sentence and first word, a right part its width, sentence and last word), so adding at
+        these rows has no conflicts.
         """
-        sentence, position = (array[:, None] for array in self.spans(width))
+        sentence, position = (array[block, None] for array in self.spans(width))
         start = self.prefix[sentence] + position  # [R, 1]
         left_width = np.arange(1, width)[None, :]  # [1, width - 1]
         right_width = width - left_width

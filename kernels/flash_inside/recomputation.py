@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_inside import reference, scaled
+from flash_inside.devices import chart_memory, check_memory
 from flash_inside.packing import Layout, taken
 from flash_inside.precision import upcast
 from flash_inside.rules import Rules
@@ -42,6 +43,8 @@ def first_pass(
         from flash_inside.triton import backend as triton_backend  # imported where it is used: needs triton
 
         return triton_backend.inside(rules, emissions, lengths, precision, layout, limits)
+    if not emissions.is_cuda:  # there an allocation fails, here the system may end the process
+        check_memory(chart_memory(lengths, rules.nonterminals, precision))
     return scaled.inside(rules, emissions, layout or Layout(lengths), precision, limits)
 
 

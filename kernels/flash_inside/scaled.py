@@ -38,7 +38,7 @@ from flash_inside.precision import (
 from flash_inside.rules import Rules
 
 LARGEST_BLOCK = 1 << 22  # elements of a temporary [rows, splits, N] (measured on a CPU: larger ones leave the cache)
-MOST_SPLITS_KEPT = 1 << 22  # of a chart, between its passes: those of all widths grow with the cube of the length
+MOST_SPLITS_KEPT = 1 << 22  # of a chart, between its passes; the rows of the others are computed block by block
 
 
 class Result(NamedTuple):
@@ -104,21 +104,24 @@ class _Chart:
 
     def splits(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield blocks of the spans of a width: rows; rows of left parts, of right parts, log scales, each [r, k]."""
-        if width in self._split_rows:  # made in the forward pass, met again in the derivatives
-            left, right = self._split_rows[width]
-        else:
-            left, right = (torch.from_numpy(part).to(self.scale.device) for part in self.layout.splits(width))
-            self._splits_kept += left.numel()
-            if self._splits_kept <= MOST_SPLITS_KEPT:
-                self._split_rows[width] = left, right
-        log_scale = self.child_scale[:, 0][left] + self.child_scale[:, 1][right]
-        if self.allowed is not None:  # no split of a span that is not allowed counts, so its row is zero
-            log_scale.masked_fill_(~self.allowed[self.layout.span_rows(width), None], float("-inf"))
-        first = self.layout.span_rows(width).start
-        step = max(1, LARGEST_BLOCK // (self.n * (width - 1)))
-        for start in range(0, left.shape[0], step):
-            block = slice(start, min(start + step, left.shape[0]))
-            yield slice(first + block.start, first + block.stop), left[block], right[block], log_scale[block]
+        here = self.layout.span_rows(width)
+        spans, step = here.stop - here.start, max(1, LARGEST_BLOCK // (self.n * (width - 1)))
+        kept = self._split_rows.get(width)  # made in the forward pass, met again in the derivatives
+        if kept is None and self._splits_kept + spans * (width - 1) <= MOST_SPLITS_KEPT:
+            self._splits_kept += spans * (width - 1)
+            kept = self._split_rows[width] = self._rows_of_parts(width, slice(0, spans))
+        for start in range(0, spans, step):
+            block = slice(start, min(start + step, spans))
+            left, right = self._rows_of_parts(width, block) if kept is None else (kept[0][block], kept[1][block])
+            rows = slice(here.start + block.start, here.start + block.stop)
+            log_scale = self.child_scale[:, 0][left] + self.child_scale[:, 1][right]
+            if self.allowed is not None:  # no split of a span that is not allowed counts, so its row is zero
+                log_scale.masked_fill_(~self.allowed[rows, None], float("-inf"))
+            yield rows, left, right, log_scale
+
+    def _rows_of_parts(self, width: int, block: slice) -> tuple[Tensor, Tensor]:
+        left, right = self.layout.splits(width, block)
+        return torch.from_numpy(left).to(self.scale.device), torch.from_numpy(right).to(self.scale.device)
 
     def gather(self, rows: Tensor, side: int) -> Tensor:
         """Gather eta~ (side 0) or zeta~ (side 1) of a table of rows: [r, k] -> [r, k, N] in the compute type."""

@@ -73,12 +73,13 @@ class LogChart:
                 self._over_children(values, slice(0, n), self.children[here])
 
     def _fill_width(self, width: int) -> None:
-        left, right = (torch.from_numpy(rows).to(self.device) for rows in self.layout.splits(width))  # [R, splits]
-        first = self.layout.span_rows(width).start - self.layout.words
-        step = max(1, LARGEST_BLOCK // (self.n * left.shape[1]))
-        for start in range(0, left.shape[0], step):
-            block = slice(start, min(start + step, left.shape[0]))
-            sums = self.children[left[block], : self.n] + self.children[right[block], self.n :]  # [r, splits, N]
+        here = self.layout.span_rows(width)
+        first, spans = here.start - self.layout.words, here.stop - here.start
+        step = max(1, LARGEST_BLOCK // (self.n * (width - 1)))
+        for start in range(0, spans, step):
+            block = slice(start, min(start + step, spans))
+            left, right = (self._tensor(rows) for rows in self.layout.splits(width, block))  # [r, splits]
+            sums = self.children[left, : self.n] + self.children[right, self.n :]  # [r, splits, N]
             self.beta[first + block.start : first + block.stop] = self._over_splits(sums)
 
     def trees(self) -> list[list[tuple[float, Tree]]]:

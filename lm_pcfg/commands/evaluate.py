@@ -50,7 +50,7 @@ def evaluate(
         with progress("sentences parsed", len(gold.compared)) as bar:
             report = evaluate_model(
                 model, gold, method=method, warn=lambda message: bar.message(f"warning: {message}"),
-                on_lines=lambda lines: bar.advance(lines),
+                on_lines=bar.advance,
             )  # fmt: skip
     if as_json:
         print_json(report)

@@ -35,18 +35,16 @@ def parse(
 ) -> None:
     """Print the tree of every line, in the order of the lines."""
     from lm_pcfg import load
-    from lm_pcfg.corpus.text import display_name
+    from lm_pcfg.corpus.text import check_there, display_name
     from lm_pcfg.corpus.treebank import Tree
     from lm_pcfg.grammar.parsing import NO_TREE
     from lm_pcfg.inference.drawing import write_trees
-    from lm_pcfg.inference.lines import OnLines, Warnings, count_lines, map_lines
+    from lm_pcfg.inference.lines import OnLines, Warnings, count_lines, map_lines, warn_of_unknown
 
+    check_there(file)
     model = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True)
     model.precision = precision
-    fitting = model.longest_line()
-    limited = max_length is not None and max_length <= fitting
-    why = "" if limited else f"{fitting:,} are what fits into memory"
-    name = display_name(file)
+    name, unknown = display_name(file), 0
     with progress("lines parsed", count_lines(file), show=not sys.stdout.isatty()) as bar:
         warnings = Warnings(lambda message: bar.message(f"warning: {message}"))
 
@@ -54,10 +52,10 @@ def parse(
             return model.parse(some, method, at_least=at_least, on_lines=on_lines)
 
         def trees() -> Iterator[Tree | None]:
+            nonlocal unknown
             lines = map_lines(
-                file, model.vocabulary, parse_lines, command="parse",
-                max_length=max_length if limited and max_length else fitting, why_limited=why, warnings=warnings,
-                on_lines=lambda lines: bar.advance(lines),
+                file, model.vocabulary, parse_lines, command="parse", max_length=max_length,
+                fitting=model.longest_line(), warnings=warnings, on_lines=bar.advance,
             )  # fmt: skip
             for line in lines:
                 if line.value is not None and not line.value.words:
@@ -65,8 +63,10 @@ def parse(
                         "impossible",
                         f"{name}, line {line.number}: no tree: probability 0, or words that cannot be told apart",
                     )
+                unknown += line.unknown if line.value and line.value.words else 0
                 yield None if line.skipped == "blank" else line.value or NO_TREE
 
         for part in write_trees(trees(), form, title=name):
             sys.stdout.write(part)
+        warn_of_unknown(name, unknown, model.vocabulary, warnings.warn)
         warnings.summarise()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,19 +34,21 @@ def sample(
     if trees and as_json:
         raise typer.BadParameter("--trees and --json exclude each other: JSON has the trees, too")
     from lm_pcfg import load
-    from lm_pcfg.corpus.text import display_name
+    from lm_pcfg.corpus.text import check_there, display_name
     from lm_pcfg.corpus.treebank import bracketed
     from lm_pcfg.inference.drawing import as_json as json_line
     from lm_pcfg.inference.lines import unit_of
     from lm_pcfg.inference.sample import Drawn
 
+    if posterior is not None:
+        check_there(posterior)
     model = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True)
     if posterior is not None:
-        from lm_pcfg.inference.lines import Warnings, count_lines, map_lines
+        from lm_pcfg.inference.lines import OnLines, Warnings, count_lines, longest_line, map_lines
 
         read = 0
 
-        def drawn_trees(some: list[str], on_lines: Callable[[int], None]) -> list[list[ScoredTree]]:
+        def drawn_trees(some: list[str], on_lines: OnLines) -> list[list[ScoredTree]]:
             nonlocal read
             read += len(some)
             return model.sample_trees(some, number, seed=seed, first_line=read - len(some), on_lines=on_lines)
@@ -55,8 +56,9 @@ def sample(
         with progress("lines read", count_lines(posterior)) as bar:
             warnings = Warnings(lambda message: bar.message(f"warning: {message}"))
             lines = map_lines(
-                posterior, model.vocabulary, drawn_trees, command="sample", max_length=max_length, warnings=warnings,
-                on_lines=lambda lines: bar.advance(lines), at_a_time=max(1, TREES_AT_A_TIME // number),
+                posterior, model.vocabulary, drawn_trees, command="sample", max_length=max_length,
+                fitting=longest_line(model.grammars, "fp64"), warnings=warnings, on_lines=bar.advance,
+                at_a_time=max(1, TREES_AT_A_TIME // number),
             )  # fmt: skip
             for line in lines:
                 if line.value == []:

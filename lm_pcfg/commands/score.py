@@ -38,9 +38,11 @@ def score(
     if per_sentence and as_json:
         raise typer.BadParameter("--per-sentence and --json exclude each other: choose one")
     from lm_pcfg import load
+    from lm_pcfg.corpus.text import check_there
     from lm_pcfg.inference.lines import count_lines
     from lm_pcfg.inference.score import TextScore, score_lines, score_report
 
+    check_there(file)
     mixture = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True).grammars
     if root == "nonterminals":
         mixture = tuple(one.with_root_over_nonterminals() for one in mixture)
@@ -49,7 +51,7 @@ def score(
     with progress("lines scored", count_lines(file), show=not (per_sentence and sys.stdout.isatty())) as bar:
         values = score_lines(
             mixture, file, result, max_length=max_length, precision=precision, batch_cost=batch_cost,
-            warn=lambda message: bar.message(f"warning: {message}"), on_lines=lambda lines: bar.advance(lines),
+            warn=lambda message: bar.message(f"warning: {message}"), on_lines=bar.advance,
         )  # fmt: skip
         for value in values:
             if per_sentence:

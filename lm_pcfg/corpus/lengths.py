@@ -90,6 +90,11 @@ class Histogram:
         kept = limits.judge(self.lengths, ends) == KEPT
         return Histogram(self.lengths[kept], self.counts[kept])
 
+    def longest(self, count: int) -> list[int]:
+        """Return the lengths of so many of the longest lines, or of all where there are fewer."""
+        taken = np.minimum(self.counts[::-1], np.maximum(0, count - (np.cumsum(self.counts[::-1]) - self.counts[::-1])))
+        return np.repeat(self.lengths[::-1], taken).tolist()
+
     def skipped(self, limits: Limits, ends: bool) -> Skipped:
         """Count the lines that the limits leave out."""
         why = limits.judge(self.lengths, ends)

@@ -44,6 +44,8 @@ class PieceVocabulary:
         self.options = options
         self.training_words = training_words  # pieces of the text it was trained for; 0: not known
         self.training_unknown = training_unknown
+        if not model:  # SentencePiece takes that for none given, and fails later
+            raise VocabularyError("not a SentencePiece model (it is empty)")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:

@@ -68,6 +68,10 @@ class Sentences:
         """Number of words, without `<eos>`."""
         return len(self.ids) - (self.lines if self.end_of_sentence else 0)
 
+    def longest(self, count: int) -> list[int]:
+        """Return the lengths in the chart, with `<eos>`, of so many of the longest lines."""
+        return Histogram.of(self.lengths).longest(count)
+
     @property
     def unknown(self) -> int:
         """Number of words that are `<unk>`."""

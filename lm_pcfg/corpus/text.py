@@ -142,7 +142,7 @@ def open_text(source: Path | str, name: str) -> AbstractContextManager[BinaryIO]
             handle = pyarrow.CompressedInputStream(handle, codec)
         return io.BufferedReader(_Bounded(handle, name, most), 1 << 17)
     except FileNotFoundError:
-        raise TextError(f"{name}: no such file; check the path (relative paths start at {Path.cwd()})") from None
+        raise _no_such_file(name) from None
     except IsADirectoryError:
         raise TextError(f"{name}: is a folder; give a text file inside it") from None
     except PermissionError:
@@ -150,6 +150,22 @@ def open_text(source: Path | str, name: str) -> AbstractContextManager[BinaryIO]
     except (OSError, ValueError) as error:  # a name too long, a NUL in it, a broken mount
         reason = getattr(error, "strerror", None) or error
         raise TextError(f"{name}: cannot be opened ({reason}); check the path") from None
+
+
+def _no_such_file(name: str) -> TextError:
+    return TextError(f"{name}: no such file; check the path (relative paths start at {Path.cwd()})")
+
+
+def check_there(path_or_name: str | Path) -> None:
+    """Raise TextError if there is no such file. It is not opened: what is read from a pipe is read only once."""
+    source = resolve_source(path_or_name)
+    if source != STANDARD_INPUT:
+        try:
+            os.stat(source)
+        except FileNotFoundError:
+            raise _no_such_file(display_name(path_or_name)) from None
+        except (OSError, ValueError):
+            pass  # who opens it says why it cannot be
 
 
 def most_text(size: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,13 @@ from flash_inside import Statistics
 from flash_inside.devices import copy_to_host
 from flash_inside.packing import taken
 from flash_inside.softmax import product_precision
+from lm_pcfg.console import Advance, unseen
 from lm_pcfg.corpus.batches import Batch, BatchOptions, make_batch, plan_batches
 from lm_pcfg.corpus.sentences import Sentences
 from lm_pcfg.grammar.families.family import Distribution
 from lm_pcfg.settings import InsideSection
+
+LONG = 500  # symbols of a sentence that progress names before it is computed: time grows with the cube
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def sentence_log_probabilities(
     precision: str = "fp32",
     backend: str = "auto",
     statistics: Statistics | None = None,
-    on_batch: Callable[[int], None] = lambda lines: None,
+    on_batch: Advance = unseen,
     rank: int = 0,
     world_size: int = 1,
 ) -> np.ndarray:
@@ -71,6 +74,7 @@ def sentence_log_probabilities(
         plan = plan_batches(sentences.lengths, BatchOptions(by="cost", cost=batch_cost))
         for indices in plan[rank::world_size]:
             batch = make_batch(sentences, indices)
+            tell_long(batch.lengths, on_batch)
             log_z = model.log_likelihood(
                 torch.from_numpy(batch.words), batch.lengths, precision=precision, backend=backend,
                 statistics=statistics,
@@ -78,6 +82,12 @@ def sentence_log_probabilities(
             scores[indices] = log_z.double().cpu().numpy()
             on_batch(len(indices))
     return scores
+
+
+def tell_long(lengths: Sequence[int], on_batch: Advance) -> None:
+    """Have progress name the longest sentence of a batch that will take long."""
+    if (longest := max(lengths, default=0)) >= LONG:
+        on_batch(0, f"now a line of length {longest:,}")
 
 
 def corpus_score(sentences: Sentences, log_probabilities: np.ndarray) -> CorpusScore:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lm_pcfg.console import unseen
 from lm_pcfg.corpus.predictions import read_predictions
 from lm_pcfg.corpus.sentences import encode_sentences
 from lm_pcfg.corpus.span_f1 import SpanReport, SpanScore, baselines
@@ -16,7 +17,7 @@ from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
 from lm_pcfg.corpus.treebank import PENN_PUNCTUATION, Tree, load_trees, normalised, without
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import CorpusScore
-from lm_pcfg.inference.lines import OnLines
+from lm_pcfg.inference.lines import OnLines, warn_of_unknown
 from lm_pcfg.inference.model import Method, Model
 
 
@@ -56,7 +57,7 @@ def load_gold(
 
 def evaluate_model(
     model: Model, gold: GoldTrees, *, method: Method = "mbr", warn: Callable[[str], None],
-    on_lines: OnLines = lambda lines: None,
+    on_lines: OnLines = unseen,
 ) -> dict[str, Any]:  # fmt: skip
     """Parse the sentences of a treebank and compare: the report of `lm_pcfg evaluate`."""
     lines = gold.lines
@@ -80,7 +81,7 @@ def evaluate_model(
         "method": method,
         **report,
         "without_tree": without_tree,
-        **_likelihood(model, lines, warn),
+        **_likelihood(model, gold.name, lines, warn),
     }
 
 
@@ -104,13 +105,14 @@ def compare(gold: GoldTrees, predicted: Sequence[Tree]) -> dict[str, Any]:
     return asdict(report) | {"baselines": {name: asdict(one) for name, one in baselines(gold.compared).items()}}
 
 
-def _likelihood(model: Model, lines: Sequence[str], warn: Callable[[str], None]) -> dict[str, Any]:
+def _likelihood(model: Model, name: str, lines: Sequence[str], warn: Callable[[str], None]) -> dict[str, Any]:
     """Return the perplexity of the sentences and what it is made of, and the share of unknown words.
 
     Perplexities are per word, as `ppl_per_word` of `score`, so that models over words and over pieces can be compared.
     Several vocabularies have no likelihood in common; the unknown words are those of the first.
     """
     sentences = encode_sentences(enumerate(lines, start=1), model.vocabulary)
+    warn_of_unknown(name, sentences.unknown, model.vocabulary, warn)
     known = {"unknown_words": sentences.unknown, "unknown_share": sentences.unknown / max(1, sentences.words)}
     if len({one.vocabulary.hash for one in model.grammars}) > 1:
         warn("the checkpoints have different vocabularies: no perplexity, and the unknown words are those of the first")

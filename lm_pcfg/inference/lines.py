@@ -6,6 +6,7 @@ computed, and calls one function with the other lines of a block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -13,20 +14,23 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from flash_inside.devices import longest_fitting, memory_of
+from lm_pcfg.console import Advance, unseen
 from lm_pcfg.corpus.lengths import BLANK, KEPT, TOO_LONG, TOO_SHORT, Limits
 from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.corpus.shards.files import is_json, is_parquet
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
 from lm_pcfg.corpus.vocabulary import Vocabulary
 from lm_pcfg.errors import UserError
+from lm_pcfg.inference.trained import TrainedGrammar
 
 LINES_AT_A_TIME = 20_000  # a block: texts of any size are computed in bounded memory
 WARNINGS_SHOWN = 5  # of each kind
 REASONS = {KEPT: "", BLANK: "blank", TOO_LONG: "long", TOO_SHORT: "short"}  # why a line is skipped
 
 Value = TypeVar("Value")
-#: Called with the number of lines that are done.
-OnLines = Callable[[int], None]
+#: Called with the number of lines that are done, or with 0 and what is done now.
+OnLines = Advance
 
 
 class Line(NamedTuple, Generic[Value]):
@@ -36,6 +40,7 @@ class Line(NamedTuple, Generic[Value]):
     text: str
     value: Value | None  # None: it was skipped
     skipped: str = ""  # why: "blank", "long" or "short"
+    unknown: int = 0  # words (or pieces) that the vocabulary does not have
 
 
 class Warnings:
@@ -58,8 +63,8 @@ class Warnings:
 
 def map_lines(
     source: str, vocabulary: AnyVocabulary, function: Callable[[list[str], OnLines], Sequence[Value]], *, command: str,
-    max_length: int, why_limited: str = "", min_length: int = 1, warnings: Warnings,
-    on_lines: OnLines = lambda lines: None, at_a_time: int | None = None,
+    max_length: int | None, fitting: float = math.inf, min_length: int = 1, warnings: Warnings,
+    on_lines: OnLines = unseen, at_a_time: int | None = None,
 ) -> Iterator[Line[Value]]:  # fmt: skip
     """Yield every line of the source ('-' is standard input) with the value that the function computes for it.
 
@@ -67,20 +72,23 @@ def map_lines(
                  with the number of lines whenever some are done
     command      names the caller in messages
     max_length   in words or pieces; longer lines are skipped with a warning, blank lines without
-    why_limited  what the warning says of this limit
+    fitting      the same, as memory allows it: `longest_line`
     at_a_time    lines of a block
     min_length   in symbols that the model sees, so with `<eos>` if ends are explicit; shorter lines are skipped, too
     """
     name, unit, limits = display_name(source), unit_of(vocabulary), Limits(max_length, min_length)
-    why_limited = why_limited or (
-        f"--max-length {max_length} is the limit (memory and time grow with its square and cube)"
-    )
+    why_limited = f"--max-length {max_length} is the limit (memory and time grow with its square and cube)"
+    if fitting < (math.inf if max_length is None else max_length):
+        limits = Limits(int(fitting), min_length)
+        why_limited = f"{int(fitting):,} are what fits into memory (which grows with the square)"
     if is_json(Path(source)) or is_parquet(Path(source)):
         problem = f"{name}: {command} reads text, one sentence a line"
         raise UserError(f"{problem}; take the sentences out of their field first")
     numbered = read_lines(resolve_source(source), name=name)
     while block := list(islice(numbered, at_a_time or LINES_AT_A_TIME)):
-        lengths = np.array([len(ids) for ids in vocabulary.tokenise([text for _, text in block])])
+        tokenised = vocabulary.tokenise([text for _, text in block])
+        lengths = np.array([len(ids) for ids in tokenised])
+        unknown = [ids.count(vocabulary.unknown_id) for ids in tokenised]
         verdicts = limits.judge(lengths, ends=vocabulary.end_id is not None).tolist()
         reasons = [REASONS[verdict] for verdict in verdicts]
         for (number, _), length, reason in zip(block, lengths.tolist(), reasons, strict=True):
@@ -92,8 +100,27 @@ def map_lines(
         kept = [text for (_, text), reason in zip(block, reasons, strict=True) if not reason]
         values = iter(function(kept, on_lines) if kept else ())
         on_lines(len(block) - len(kept))
-        for (number, text), reason in zip(block, reasons, strict=True):
-            yield Line(number, text, None if reason else next(values), reason)
+        for (number, text), reason, unknown_here in zip(block, reasons, unknown, strict=True):
+            yield Line(number, text, None if reason else next(values), reason, unknown_here)
+
+
+def longest_line(grammars: Sequence[TrainedGrammar], precision: str) -> float:
+    """Return how many words (or pieces) a line may have so that its chart fits into the memory of the device.
+
+    It is inf for models without a chart, and where the system does not tell.
+    """
+    rules = [one.grammar.rules for one in grammars if hasattr(one.grammar, "rules")]
+    fitting = [longest_fitting(0.8 * memory_of(one.root.device), one.nonterminals, precision) for one in rules]
+    return max(1.0, min(fitting, default=math.inf))
+
+
+def warn_of_unknown(name: str, unknown: int, vocabulary: AnyVocabulary, warn: Callable[[str], None]) -> None:
+    """Warn of unknown words where training saw none."""
+    unit = unit_of(vocabulary)
+    # A SentencePiece model knows every character of its training text.
+    none_in_training = unit == "pieces" or (vocabulary.training_words and not vocabulary.training_unknown)
+    if unknown and none_in_training:
+        warn(f"{name}: {unknown:,} unknown {unit}, but training saw none: their probability is arbitrary")
 
 
 def unit_of(vocabulary: AnyVocabulary) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from flash_inside import Statistics
-from flash_inside.devices import memory_of
+from lm_pcfg.console import unseen
 from lm_pcfg.corpus.batches import BatchOptions, plan_batches
 from lm_pcfg.corpus.lengths import Limits
 from lm_pcfg.corpus.pieces import AnyVocabulary
@@ -21,8 +21,9 @@ from lm_pcfg.corpus.sentences import encode_sentences
 from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.distributed.collectives import prepare_cpu
 from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.likelihood import tell_long
 from lm_pcfg.grammar.parsing import NO_TREE, Parser, as_array, mbr_trees, mean_posteriors
-from lm_pcfg.inference.lines import OnLines, unit_of
+from lm_pcfg.inference.lines import OnLines, longest_line, unit_of
 from lm_pcfg.inference.sample import Drawn, Sample, ScoredTree, draw_samples, posterior_trees
 from lm_pcfg.inference.score import BATCH_COST, check_mixture, mixture_log_probabilities
 from lm_pcfg.inference.symbols import SymbolTable, symbols_of
@@ -64,7 +65,7 @@ class Model:
 
     # ---- probabilities ----------------------------------------------------------------------------------------------
 
-    def score(self, lines: Sequence[str], *, on_lines: OnLines = lambda lines: None) -> np.ndarray:
+    def score(self, lines: Sequence[str], *, on_lines: OnLines = unseen) -> np.ndarray:
         """Return the natural log-probability of every line: fp64 [lines].
 
         -inf: the grammar cannot generate it; NaN: the line is blank. on_lines is called with the number of lines
@@ -86,9 +87,8 @@ class Model:
     # ---- trees ------------------------------------------------------------------------------------------------------
 
     def parse(
-        self, lines: Sequence[str], method: Method = "mbr", *, at_least: float = 0.0,
-        on_lines: OnLines = lambda lines: None,
-    ) -> list[Tree]:  # fmt: skip
+        self, lines: Sequence[str], method: Method = "mbr", *, at_least: float = 0.0, on_lines: OnLines = unseen
+    ) -> list[Tree]:
         """Return the tree of every line, over its words.
 
         mbr      the tree with the most right spans in expectation, without labels: the mean of the span posteriors of
@@ -109,7 +109,7 @@ class Model:
             raise UserError("a consensus is that of span posteriors: use mbr, or one checkpoint for viterbi")
         if method == "viterbi" and at_least > 0.0:
             raise UserError("the spans of Viterbi's tree have no posteriors: use mbr with a least posterior")
-        for indices in self._batches(lines):
+        for indices in self._batches(lines, on_lines):
             some = [lines[index] for index in indices]
             if method == "viterbi":
                 found = parsers[0].best_trees(some)
@@ -121,7 +121,7 @@ class Model:
             on_lines(len(indices))
         return trees
 
-    def marginals(self, lines: Sequence[str], *, on_lines: OnLines = lambda lines: None) -> list[np.ndarray]:
+    def marginals(self, lines: Sequence[str], *, on_lines: OnLines = unseen) -> list[np.ndarray]:
         """Return the posterior of every span of words of every line: fp64 tables [words+1, words+1].
 
         Entry (i, j), i < j, is of the words i..j-1. Several grammars: the mean over those that have a tree. All zeros:
@@ -130,7 +130,7 @@ class Model:
         _check_lines(lines)
         tables = [np.zeros((1, 1))] * len(lines)
         parsers = self._parsers()
-        for indices in self._batches(lines):
+        for indices in self._batches(lines, on_lines):
             some = [lines[index] for index in indices]
             means = mean_posteriors([parser.posteriors(some, self.statistics) for parser in parsers])
             for index, line, mean in zip(indices, some, means, strict=True):
@@ -158,7 +158,7 @@ class Model:
 
     def sample_trees(
         self, lines: Sequence[str], number: int, *, seed: int = 0, first_line: int = 0,
-        on_lines: OnLines = lambda lines: None,
+        on_lines: OnLines = unseen,
     ) -> list[list[ScoredTree]]:  # fmt: skip
         """Draw so many trees of every line from p(tree | line), with symbols as labels; none for a line without one.
 
@@ -168,7 +168,7 @@ class Model:
         if len(self.grammars) > 1:
             raise UserError("trees of given sentences are drawn from one grammar: give one checkpoint")
         trees: list[list[ScoredTree]] = [[] for _ in lines]
-        for indices in self._batches(lines, trees_each=number):
+        for indices in self._batches(lines, on_lines, trees_each=number):
             state = np.random.SeedSequence([seed, first_line + indices[0]]).generate_state(1, np.uint64)
             generator = torch.Generator().manual_seed(int(state[0]) >> 1)
             found = posterior_trees(self.grammars[0], [lines[index] for index in indices], number, generator)
@@ -196,14 +196,9 @@ class Model:
 
     # ---- limits and batches -----------------------------------------------------------------------------------------
 
-    def longest_line(self) -> int:
-        """Return how many words (or pieces) a line may have so that its chart fits into the memory of the device."""
-        self._parsers()
-        n = max(one.grammar.rules.nonterminals for one in self.grammars)
-        number = 8 if self.precision == "fp64" else 4
-        row = number * 5 * n + 100  # bytes: eta, zeta, beta, the derivatives of the first two; scales
-        spans = 0.8 * memory_of(self.grammars[0].grammar.root.device) / row
-        return max(1, int(math.sqrt(2 * spans)))
+    def longest_line(self) -> float:
+        """Return how many words (or pieces) a line may have so that its chart fits into memory; inf: any number."""
+        return longest_line(self.grammars, self.precision)
 
     def check_trees(self) -> None:
         """Refuse, in one line, models of families that have no trees."""
@@ -215,7 +210,7 @@ class Model:
             parser.check()
         return parsers
 
-    def _batches(self, lines: Sequence[str], trees_each: int = 1) -> Iterator[list[int]]:
+    def _batches(self, lines: Sequence[str], on_lines: OnLines, trees_each: int = 1) -> Iterator[list[int]]:
         """Yield the indices of lines of similar length that are computed together; blank lines are in none."""
         there = np.array([number for number, line in enumerate(lines) if line.split()], dtype=np.int64)
         some = [lines[number] for number in there]
@@ -223,6 +218,7 @@ class Model:
         longest = np.max(np.array(lengths, dtype=np.int64).reshape(len(lengths), -1), axis=0, initial=1)
         cost = max(1, self.batch_cost // max(1, trees_each // 8))
         for batch in plan_batches(longest, BatchOptions(by="cost", cost=cost)):
+            tell_long(longest[batch].tolist(), on_lines)
             yield there[batch].tolist()
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from flash_inside import Statistics
+from lm_pcfg.console import unseen
 from lm_pcfg.corpus.sentences import Sentences, encode_sentences
 from lm_pcfg.corpus.text import EMBEDDED_PREFIX, display_name, read_words
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, perplexity, sentence_log_probabilities
-from lm_pcfg.inference.lines import OnLines, Warnings, map_lines, unit_of
+from lm_pcfg.inference.lines import OnLines, Warnings, longest_line, map_lines, warn_of_unknown
 from lm_pcfg.inference.trained import TrainedGrammar
 
 BATCH_COST = 25_600  # words squared of a batch
@@ -63,7 +64,7 @@ def check_mixture(mixture: Sequence[TrainedGrammar]) -> None:
 
 def mixture_log_probabilities(
     mixture: Sequence[TrainedGrammar], sentences: Sentences, *, precision: str = "fp32", backend: str = "auto",
-    batch_cost: int = BATCH_COST, statistics: Statistics | None = None, on_lines: OnLines = lambda lines: None,
+    batch_cost: int = BATCH_COST, statistics: Statistics | None = None, on_lines: OnLines = unseen,
 ) -> np.ndarray:  # fmt: skip
     """Return the log-probability of every sentence, fp64 [lines], -inf for those without a tree.
 
@@ -73,7 +74,7 @@ def mixture_log_probabilities(
     parts = [
         sentence_log_probabilities(
             one.grammar, sentences, batch_cost=batch_cost, precision=precision, backend=backend, statistics=statistics,
-            on_batch=on_lines if last else lambda lines: None,  # done when the last grammar has them
+            on_batch=on_lines if last else unseen,  # done when the last grammar has them
         )
         for one, last in zip(mixture, [*[False] * (len(mixture) - 1), True], strict=True)
     ]  # fmt: skip
@@ -83,7 +84,7 @@ def mixture_log_probabilities(
 def score_lines(
     mixture: Sequence[TrainedGrammar], source: str, result: TextScore, *, max_length: int, precision: str = "fp32",
     backend: str = "auto", batch_cost: int = BATCH_COST, warn: Callable[[str], None],
-    on_lines: OnLines = lambda lines: None,
+    on_lines: OnLines = unseen,
 ) -> Iterator[float | None]:  # fmt: skip
     """Yield the log-probability of every line (-inf: skipped, None: blank), and add up the sums in `result`."""
     check_mixture(mixture)
@@ -98,15 +99,13 @@ def score_lines(
         result.nlls.append(score.nll)
         result.pieces += score.words
         result.lines += score.lines
-        is_scored = np.repeat(np.isfinite(log_p), sentences.lengths)  # [sum of lengths]
-        result.unknown_words += int(np.count_nonzero((sentences.ids == sentences.unknown_id) & is_scored))
         return log_p.tolist()
 
     name, warnings, vocabulary = display_name(source), Warnings(warn), mixture[0].vocabulary
     fewest = min(one.fewest_symbols for one in mixture)
     lines = map_lines(
         source, vocabulary, log_probabilities, command="score", max_length=max_length,
-        min_length=fewest, warnings=warnings, on_lines=on_lines,
+        fitting=longest_line(mixture, precision), min_length=fewest, warnings=warnings, on_lines=on_lines,
     )  # fmt: skip
     for line in lines:
         value = line.value if not line.skipped else None if line.skipped == "blank" else -math.inf
@@ -115,16 +114,13 @@ def score_lines(
         elif line.value is not None:
             words = line.text.split()
             result.words += len(words)
+            result.unknown_words += line.unknown
             result.bytes += len(" ".join(words).encode("utf-8"))
         result.blank += value is None
         result.skipped += value == -math.inf
         result.is_scored.append(value is not None and math.isfinite(value))
         yield value
-    unit = unit_of(vocabulary)
-    # A SentencePiece model knows every character of its training text.
-    none_in_training = unit == "pieces" or (vocabulary.training_words and not vocabulary.training_unknown)
-    if result.unknown_words and none_in_training:
-        warn(f"{name}: {result.unknown_words:,} unknown {unit}, but training saw none: their probability is arbitrary")
+    warn_of_unknown(name, result.unknown_words, vocabulary, warn)
     warnings.summarise()
 
 

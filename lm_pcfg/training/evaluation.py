@@ -111,7 +111,7 @@ def evaluate(
     valid, trees = corpora.valid, corpora.trees or []
     assert valid is not None
 
-    def check(lines: int) -> None:
+    def check(lines: int, detail: str = "", /) -> None:
         if stop_asked():
             raise _Interrupted
 

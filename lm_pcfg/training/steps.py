@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from flash_inside.devices import memory_of
 from flash_inside.softmax import product_precision
 from lm_pcfg.console import say
 from lm_pcfg.corpus import opening
@@ -70,6 +71,7 @@ class Steps:
         )
         words = self.corpora.vocabulary.words
         self.family.check_memory(model, len(words), engine.device)
+        engine.on_all(self._check_charts)
         text = None
         if wanted := self.family.text_wanted(model):
             if engine.is_main:
@@ -95,6 +97,23 @@ class Steps:
         self.total_steps = self.count_steps()
         allowed = settings.networks.cuda_graphs and self.learner.asynchronous and engine.device.type == "cuda"
         self.capture = GraphCapture(self.learner, self._compute, allowed)
+
+    def _check_charts(self) -> None:
+        """Refuse sentences whose charts do not fit. On a CPU the system would end the process, long after the start."""
+        settings, batch = self.settings, self.settings.batch
+        lengths = self.corpora.train.longest(batch.sentences if batch.by == "sentences" else 1)
+        needed = self.family.chart_memory(settings.model, lengths, settings.inside.precision)
+        if self.engine.device.type != "cpu" or needed <= (there := memory_of()):
+            return
+        what, way_out = f"a sentence of {lengths[0]:,} words takes", ""
+        if len(lengths) > 1:
+            what = f"a batch of the {len(lengths)} longest sentences, up to {lengths[0]:,} words, takes"
+            way_out = " or a smaller batch.sentences"
+        fitting = int(0.9 * lengths[0] * math.sqrt(there / needed))  # memory grows with the square
+        raise UserError(
+            f"training text: {what} {needed / 2**30:,.1f} GiB of memory, and there are {there / 2**30:,.1f}; try "
+            f"data.max_length={fitting}{way_out}"
+        )
 
     def count_steps(self) -> int:
         """Return the steps of the whole run: those made, and those that the rest of the data takes."""

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from lm_pcfg.console import say
+from lm_pcfg.corpus.shards import parquet
 from lm_pcfg.corpus.shards.errors import ShardError
-from lm_pcfg.corpus.shards.files import has_known_suffix
+from lm_pcfg.corpus.shards.files import has_known_suffix, is_json, is_parquet, scan
+from lm_pcfg.corpus.shards.lines import lines_of
+from lm_pcfg.corpus.text import LONGEST_LINE, too_long
 from lm_pcfg.errors import UserError
 
 # Older texts on the hub are scripts, which `datasets` no longer runs; the hub keeps them as Parquet on this branch.
 PARQUET_BRANCH = "refs/convert/parquet"
-ROWS_AT_A_TIME = 4096
+ROWS_AT_A_TIME = 256  # of a batch, whose rows may be long
 
 
 def looks_like_hub_name(name: str) -> bool:
@@ -32,28 +35,70 @@ def splits_of(name: str) -> list[str]:
     return list(_asked(name, datasets.get_dataset_split_names))
 
 
-def open_split(name: str, split: str, configuration: str | None = None) -> Any:
-    """Open a split as a stream of Arrow tables."""
+def rows_of_split(name: str, split: str, fields: Sequence[str], configuration: str | None = None) -> Iterator[str]:
+    """Yield the texts of a split, from the first of these fields that it has. Rows are bounded as those of files are.
+
+    Files of a folder here, text, JSON lines or Parquet, are read as any others are; the rest comes through `datasets`.
+    """
     import datasets
 
     def load(name: str, **arguments: Any) -> Any:
-        return datasets.load_dataset(name, configuration, split=split, streaming=True, **arguments)
+        builder = datasets.load_dataset_builder(name, configuration, **arguments)
+        if hasattr(builder.config, "batch_size"):  # of Parquet: else a batch is a row group, however long its rows are
+            builder.config.batch_size = ROWS_AT_A_TIME
+        return builder.config, builder.as_streaming_dataset(split=split)
 
-    return _asked(name, load).with_format("arrow")
+    config, stream = _asked(name, load)
+    if files := _readable_files(config, split):
+        for file in files:
+            yield from _rows_of_file(name, file, fields)
+        return
+    number = 0
+    try:
+        for table in stream.with_format("arrow").iter(batch_size=ROWS_AT_A_TIME):
+            field = _field(name, fields, table.column_names)
+            for value in table.column(field).to_pylist():
+                number += 1
+                text = " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
+                if len(text) > LONGEST_LINE:
+                    raise ShardError(too_long(name, f"row {number}"))
+                yield text
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # what it raises differs from version to version, and from one kind of file to another
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ShardError(f"{name}: reading failed after row {number} ({type(error).__name__}: {reason})") from None
 
 
-def rows_of_split(name: str, split: str, fields: Sequence[str], configuration: str | None = None) -> Iterator[str]:
-    """Yield the texts of a split, from the first of these fields that it has."""
-    stream = open_split(name, split, configuration)
-    for table in stream.iter(batch_size=ROWS_AT_A_TIME):
-        field = next((field for field in fields if field in table.column_names), None)
-        if field is None:
-            columns = ", ".join(table.column_names)
-            raise ShardError(
-                f"{name}: has no field {' or '.join(fields)}; its fields: {columns} (choose one with --field)"
-            )
-        for value in table.column(field).to_pylist():
-            yield " ".join(value) if isinstance(value, list) else str(value or "")
+def _field(name: str, fields: Sequence[str], there: Sequence[str]) -> str:
+    field = next((field for field in fields if field in there), None)
+    if field is None:
+        columns = ", ".join(there)
+        raise ShardError(f"{name}: has no field {' or '.join(fields)}; its fields: {columns} (choose one with --field)")
+    return field
+
+
+def _readable_files(config: Any, split: str) -> list[Path]:
+    """Return the files of a split if all of them are here and of a kind that is read without `datasets`; else none."""
+    files = [Path(file) for file in (getattr(config, "data_files", None) or {}).get(split, [])]
+    plain = getattr(config, "sample_by", "line") == "line" and getattr(config, "field", None) is None
+    # A .json may be one large array.
+    ours = all(file.is_file() and has_known_suffix(file.name) and ".json" not in file.suffixes for file in files)
+    return files if plain and ours else []
+
+
+def _rows_of_file(name: str, file: Path, fields: Sequence[str]) -> Iterator[str]:
+    if is_parquet(file):
+        field = _field(name, fields, parquet.columns(file))
+        if not parquet.groups(file, field):
+            return  # a split may have a shard without rows
+    elif not file.stat().st_size:
+        return
+    else:
+        field = fields[0] if is_json(file) else _field(name, fields, ["text"])
+    for chunk, rows in scan(file, 0, field, ROWS_AT_A_TIME):
+        for line in lines_of(rows, chunk, file, field, "fail"):
+            yield line or ""
 
 
 def _asked(name: str, question: Any) -> Any:

@@ -21,7 +21,7 @@ from lm_pcfg.corpus.lengths import Histogram
 from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.corpus.preparation.hub import rows_of_split
 from lm_pcfg.corpus.shards.errors import ShardError
-from lm_pcfg.corpus.shards.files import Chunk, OnError, Row, scan
+from lm_pcfg.corpus.shards.files import BYTES_AT_A_TIME, Chunk, OnError, Row, scan
 from lm_pcfg.corpus.shards.lines import lines_of
 from lm_pcfg.corpus.shards.prepared import IDS, MANIFEST, PLAN, ROW_GROUP_LINES, SHARDS, TEXTS, ShardEntry, problem_with
 from lm_pcfg.corpus.shards.shapes import NoteShape, ShapeError, checked, parse_json
@@ -114,12 +114,14 @@ def rows_of(source: Input, options: ReadOptions) -> Iterator[list[Row]]:
             yield part
         return
     rows: list[Row] = []
+    size = 0
     try:
         for row in texts:
             rows.append(row)
-            if len(rows) == ROWS_AT_A_TIME:
+            size += len(row or "")
+            if len(rows) == ROWS_AT_A_TIME or size >= BYTES_AT_A_TIME:
                 yield rows
-                rows = []
+                rows, size = [], 0
     except ShardError:
         if rows:
             yield rows  # what came before the damage is not lost

@@ -153,6 +153,10 @@ class StreamedText:
     def words(self) -> int:
         return self._histogram.kept(self.limits, self.ends).words
 
+    def longest(self, count: int) -> list[int]:
+        """Return the lengths in the chart, with `<eos>`, of so many of the longest lines."""
+        return [length + int(self.ends) for length in self._histogram.kept(self.limits, self.ends).longest(count)]
+
     @property
     def skipped(self) -> Skipped:
         return self._histogram.skipped(self.limits, self.ends)

@@ -26,18 +26,28 @@ PLAIN_ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED", "PLAIN_DICTIONARY", "RLE_DICTIO
 WAY_OUT = "write it again without compression and dictionaries"
 
 
-def groups(path: Path, field: str) -> list[int]:
-    """Return the row groups of a Parquet file that have rows, after checking that it has the field."""
+def columns(path: Path) -> list[str]:
+    """Return the names of the columns of a Parquet file."""
+    return _columns_and_groups(path)[0]
+
+
+def _columns_and_groups(path: Path) -> tuple[list[str], list[int]]:
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names, metadata = file.schema_arrow.names, file.metadata
+            metadata = file.metadata
             full = [group for group in range(file.num_row_groups) if metadata.row_group(group).num_rows]
+            return file.schema_arrow.names, full
     except MemoryError:
         raise
     except (OSError, pyarrow.ArrowException) as error:
         raise _damaged(path, error) from None
+
+
+def groups(path: Path, field: str) -> list[int]:
+    """Return the row groups of a Parquet file that have rows, after checking that it has the field."""
+    names, full = _columns_and_groups(path)
     if field not in names:
         raise ShardError(f"{path}: has no column {field!r}; its columns: {', '.join(names)} (choose one with field)")
     return full

@@ -73,6 +73,10 @@ class Family:
     def check_memory(self, model: Any, words: int, device: torch.device | str) -> None:
         """Raise MemoryError if the model cannot fit; asked before it is built."""
 
+    def chart_memory(self, model: Any, lengths: Sequence[int], precision: str) -> float:
+        """Return the bytes that a batch of sentences of these lengths takes on a CPU; 0: few."""
+        return 0.0
+
     def text_wanted(self, model: Any) -> int:
         """Return how many words of training text `build` wants to see; 0: none."""
         return 0

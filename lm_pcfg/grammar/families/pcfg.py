@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from flash_inside.devices import check_memory
+from flash_inside.devices import chart_memory, check_memory
 from lm_pcfg.grammar.dropout import Dropout
 from lm_pcfg.grammar.families.family import Family
 from lm_pcfg.grammar.families.sections import PCFGSection
@@ -32,6 +33,10 @@ class PCFGFamily(Family):
         rules = 2 * model.nonterminals * (model.nonterminals + model.preterminals)
         of_a_step = rules * (1.0 - model.state_dropout) ** 2 if torch.device(device).type == "cpu" else 0
         check_memory(BYTES * (self.fewest_weights(model, words) + of_a_step))
+
+    def chart_memory(self, model: PCFGSection, lengths: Sequence[int], precision: str) -> float:
+        share = 1.0 - model.state_dropout if model.state_dropout_until is None else 1.0
+        return chart_memory(lengths, max(1, int(share * model.nonterminals)), precision)
 
     def fewest_weights(self, model: Any, words: int) -> int:
         """Return a lower bound on the number of weights: those of the largest tables."""
