@@ -50,8 +50,8 @@ fuzz: $(VENV)/.installed-dev
 slurm: $(VENV)/.installed-dev
 	$(BIN)/python tests/slurm_long.py
 
-# 25 kills of processes that train together, under DDP and under DeepSpeed, every signal to every process, and every
-# single bit of what lies beside the tensors.
+# 25 kills of processes that train together, under DDP and under DeepSpeed, every signal to every process, every single
+# bit of what lies beside the tensors, and a kill, an I/O error, a full disk and a power cut at every file operation.
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python tests/chaos.py --kills 25
 	$(BIN)/python tests/chaos.py --kills 25 --zero-stage 2

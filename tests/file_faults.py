@@ -6,7 +6,9 @@ Importing PyTorch takes 4 seconds, so one process imports everything and forks a
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import importlib
 import json
 import os
 import shutil
@@ -14,6 +16,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -93,11 +96,11 @@ class Server:
         self._process = subprocess.Popen([sys.executable, __file__, str(library)], env=environment(),
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
 
-    def run(self, arguments: Sequence[str], cwd: Path, watched: Path, output: Path) -> int:
-        """Run `lm_pcfg ARGUMENTS` and return its exit status, negative for a signal."""
+    def run(self, arguments: Sequence[str], folder: Path, output: Path) -> int:
+        """Run `lm_pcfg ARGUMENTS` in this folder and return its exit status, negative for a signal."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        request = [list(arguments), *map(str, (cwd, watched, output))]
+        request = [list(arguments), str(folder), str(output)]
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return int(self._process.stdout.readline())
 
@@ -108,7 +111,7 @@ class Server:
 
 
 class Programme:
-    """Runs commands in a folder; operations below `watched` are counted."""
+    """Runs commands in the folder `watched`, and counts what they do there; their inputs lie beside it."""
 
     def __init__(self, server: Server, folder: Path):
         self.folder, self.watched, self._server = folder, folder / "watched", server
@@ -118,7 +121,7 @@ class Programme:
         self._plan.write_bytes(_PLAN.pack(fault, at, reads, 0, 0))
         self._log.unlink(missing_ok=True)
         output = self.folder / "output"
-        status = self._server.run(arguments, self.folder, self.watched, output)
+        status = self._server.run(arguments, self.watched, output)
         return Result(status, output.read_text(encoding="utf-8"), _PLAN.unpack(self._plan.read_bytes())[3])
 
     @property
@@ -143,19 +146,17 @@ class Programme:
 
 def serve(library: str) -> None:
     """Fork a process for every line of standard input; return in that process, ready to run the command."""
-    import pyarrow.parquet
-    import safetensors.torch
-    import torch._dynamo  # optimizers import it
-
-    import lm_pcfg.cli
-    import lm_pcfg.corpus.preparation.prepare
-    import lm_pcfg.training.loop  # noqa: F401
-
+    for module in (
+        "pandas", "pyarrow.parquet", "safetensors.torch", "torch._dynamo", "lm_pcfg.cli", "lm_pcfg.training.loop",
+        "lm_pcfg.corpus.preparation.prepare",
+    ):  # fmt: skip
+        importlib.import_module(module)
     for line in sys.stdin:
-        arguments, cwd, watched, output = json.loads(line)
+        arguments, watched, output = json.loads(line)
         child = os.fork()
         if child == 0:
-            os.chdir(cwd)
+            os.setsid()
+            os.chdir(watched)
             for descriptor, target in ((0, os.devnull), (1, os.devnull), (2, output)):
                 os.dup2(os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666), descriptor)
             os.environ |= {"LD_PRELOAD": library, "FILE_FAULTS": watched}  # for processes that it starts
@@ -163,7 +164,12 @@ def serve(library: str) -> None:
                 sys.exit("file_faults: seccomp does not work here")
             sys.argv = ["lm_pcfg", *arguments]
             return
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with contextlib.suppress(ProcessLookupError):
+            for _ in range(3000):  # processes that it started end a moment later
+                os.killpg(child, 0)
+                time.sleep(0.01)
+        print(status, flush=True)
     os._exit(0)
 
 

@@ -190,13 +190,17 @@ def load(folder: Path, *, device: str | torch.device = "cpu", with_optimizer: bo
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest step first."""
-    if not (run_folder / "checkpoints").is_dir():
+    checkpoints = run_folder / "checkpoints"
+    if not checkpoints.is_dir():
         return []
     found = []
-    for entry in (run_folder / "checkpoints").iterdir():
-        match = _STEP_NAME.fullmatch(entry.name)
-        if match and entry.is_dir():
-            found.append((int(match[1]), entry))
+    try:
+        for entry in checkpoints.iterdir():
+            match = _STEP_NAME.fullmatch(entry.name)
+            if match and entry.is_dir():
+                found.append((int(match[1]), entry))
+    except OSError as error:
+        raise CheckpointError(f"{checkpoints} cannot be read: {durable.reason(error)}") from error
     return [folder for _, folder in sorted(found)]
 
 
