@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -151,6 +152,9 @@ def serve(library: str) -> None:
         "lm_pcfg.corpus.preparation.prepare",
     ):  # fmt: skip
         importlib.import_module(module)
+    text = importlib.import_module("lm_pcfg.corpus.embedded.files")
+    text.generate = functools.cache(text.generate)  # it takes seconds
+    text.generate()
     for line in sys.stdin:
         arguments, watched, output = json.loads(line)
         child = os.fork()

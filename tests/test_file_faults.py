@@ -244,8 +244,12 @@ SAMPLE_OR_ALL = pytest.mark.parametrize(
 
 @SAMPLE_OR_ALL
 @pytest.mark.parametrize(
-    "command", [small_training, training_on_shards, preparation, preparation_of_pieces, preparation_of_trees]
-)
+    "command",
+    [
+        small_training, training_on_shards, training_on_the_embedded_text, preparation, preparation_of_pieces,
+        preparation_of_trees,
+    ],
+)  # fmt: skip
 def test_after_a_fault_a_command_ends_as_if_nothing_had_been(programme, command, share):
     Sweep(programme, command(programme.folder)).run(share)
 
@@ -261,11 +265,6 @@ def test_after_two_faults_a_training_ends_as_if_nothing_had_been(programme, shar
     second = Sweep(programme, first.arguments, begin=first.disk.now())
     assert second.wanted == first.wanted
     second.run(share)
-
-
-@pytest.mark.chaos
-def test_after_a_fault_the_embedded_text_is_as_if_nothing_had_been(programme):
-    Sweep(programme, training_on_the_embedded_text(programme.folder)).run()
 
 
 @pytest.mark.chaos

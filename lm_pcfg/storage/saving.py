@@ -65,7 +65,7 @@ class Saver:
 
 
 def tidy(run: Path, saved: Path, keep_last: int, best_steps: list[int]) -> None:
-    """Note which checkpoint was saved last, and delete old ones. A resumed run does it, too: it may have been killed."""
+    """Note which checkpoint was saved last, and delete old ones. A resumed run does so: a kill may have come before."""
     run_folder.remember_checkpoint(run, saved)
     best = [folder for folder in checkpoint.list_checkpoints(run) if checkpoint.step_of(folder) in best_steps]
     checkpoint.prune(run, keep_last, keep=best, upto=checkpoint.step_of(saved))
