@@ -326,7 +326,7 @@ def run_command() -> None:
     except BaseException:
         traceback.print_exc()
         status = 1
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stderr.flush()
     os._exit(status)

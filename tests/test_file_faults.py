@@ -153,7 +153,7 @@ class Sweep:
         assert self.disk.now() == self.end  # no operation was missed
         lasting = self.disk.after_power_cut()
         lost = [name for name in self.end if not name.endswith(".lock") and lasting.get(name, ()) != self.end[name]]
-        assert not lost, "a command that has ended did not make these durable"
+        assert not lost, f"a command that has ended did not make them durable: {lost}"
         for what in spread(list(states), share):
             self.tried["power cut"] += 1
             write_image(self.programme.watched, states[what])
