@@ -220,14 +220,15 @@ static int hand_back_calls(void) {
 int watch_folder(const char *path) {
     char name[4200];
     strncpy(folder, path, sizeof folder - 1);
+    struct sigaction action = {.sa_sigaction = on_call, .sa_flags = SA_SIGINFO};
+    sigfillset(&action.sa_mask);
+    sigaction(SIGSYS, &action, NULL); /* first: a process that was started by another has its filter already */
     snprintf(name, sizeof name, "%s.plan", path);
     int file = open(name, O_RDWR | O_CLOEXEC);
     plan = mmap(NULL, sizeof *plan, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     snprintf(name, sizeof name, "%s.log", path);
     log_file = open(name, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
-    struct sigaction action = {.sa_sigaction = on_call, .sa_flags = SA_SIGINFO};
-    sigfillset(&action.sa_mask);
-    if (file < 0 || plan == MAP_FAILED || log_file < 0 || sigaction(SIGSYS, &action, NULL)) return 1;
+    if (file < 0 || plan == MAP_FAILED || log_file < 0) return 1;
     return hand_back_calls();
 }
 

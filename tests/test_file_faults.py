@@ -270,4 +270,4 @@ def test_after_two_faults_a_training_ends_as_if_nothing_had_been(programme, shar
 @pytest.mark.chaos
 def test_after_a_fault_a_preparation_by_several_processes_ends_as_if_nothing_had_been(programme):
     """A part of the operations: processes take seconds to start."""
-    Sweep(programme, [*preparation(programme.folder), "--processes", "2"], reads=False).run(0.2)
+    Sweep(programme, [*preparation(programme.folder), "--processes", "2"], reads=False).run(0.1)
