@@ -50,9 +50,9 @@ fuzz: $(VENV)/.installed-dev
 slurm: $(VENV)/.installed-dev
 	$(BIN)/python tests/slurm_long.py
 
-# 25 kills of processes that train together, under DDP and under DeepSpeed, every signal to every process, and every
-# single bit of what lies beside the tensors, and 5,000 fuzzed configs, overrides, states, manifests, indexes,
-# vocabularies and shards (-rP shows their counts).
+# 25 kills of processes that train together, under DDP and under DeepSpeed, every signal to every process, every single
+# bit of what lies beside the tensors, a kill, an I/O error, a full disk and a power cut at every file operation, and
+# 5,000 fuzzed configs, overrides, states, manifests, indexes, vocabularies and shards (-rP shows their counts).
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python tests/chaos.py --kills 25
 	$(BIN)/python tests/chaos.py --kills 25 --zero-stage 2

@@ -178,10 +178,12 @@ def load(folder: Path, *, device: str | torch.device = "cpu", with_optimizer: bo
             tensors[name] = load_file(folder / name, device=str(device))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder / name} cannot be read: {durable.reason(error)}") from error
-        except RuntimeError as error:  # that a file was deleted a moment ago, or that the device has no memory left
-            if (folder / name).exists():
+        except RuntimeError as error:  # that a file cannot be opened, or that the device has no memory left
+            if not (folder / name).exists():  # it was deleted a moment ago
+                raise CheckpointError(f"{folder / name} is missing") from error
+            if "unable to open file" not in str(error):
                 raise
-            raise CheckpointError(f"{folder / name} is missing") from error
+            raise CheckpointError(f"{folder / name} cannot be read: {durable.reason(error)}") from error
     for name in wanted - {EMA}:
         if name not in tensors:
             raise CheckpointError(f"{folder / name} is missing: the checkpoint was written without it")
@@ -190,13 +192,17 @@ def load(folder: Path, *, device: str | torch.device = "cpu", with_optimizer: bo
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest step first."""
-    if not (run_folder / "checkpoints").is_dir():
+    checkpoints = run_folder / "checkpoints"
+    if not checkpoints.is_dir():
         return []
     found = []
-    for entry in (run_folder / "checkpoints").iterdir():
-        match = _STEP_NAME.fullmatch(entry.name)
-        if match and entry.is_dir():
-            found.append((int(match[1]), entry))
+    try:
+        for entry in checkpoints.iterdir():
+            match = _STEP_NAME.fullmatch(entry.name)
+            if match and entry.is_dir():
+                found.append((int(match[1]), entry))
+    except OSError as error:
+        raise CheckpointError(f"{checkpoints} cannot be read: {durable.reason(error)}") from error
     return [folder for _, folder in sorted(found)]
 
 

@@ -57,14 +57,18 @@ class Saver:
         try:
             self.metrics.sync()
             saved = checkpoint.save(self.run_folder, state["step"], state=state, documents=self.documents, **copies)
-            run_folder.remember_checkpoint(self.run_folder, saved)
             if best_steps[:1] == [state["step"]]:
                 checkpoint.point_best(self.run_folder, saved)
-            there = checkpoint.list_checkpoints(self.run_folder)
-            best = [folder for folder in there if checkpoint.step_of(folder) in best_steps]
-            checkpoint.prune(self.run_folder, self.keep_last, keep=best, upto=state["step"])
+            tidy(self.run_folder, saved, self.keep_last, best_steps)
         except BaseException as error:  # a bug, too, has to reach the main thread
             self._failure = error
+
+
+def tidy(run: Path, saved: Path, keep_last: int, best_steps: list[int]) -> None:
+    """Note which checkpoint was saved last, and delete old ones. A resumed run does so: a kill may have come before."""
+    run_folder.remember_checkpoint(run, saved)
+    best = [folder for folder in checkpoint.list_checkpoints(run) if checkpoint.step_of(folder) in best_steps]
+    checkpoint.prune(run, keep_last, keep=best, upto=checkpoint.step_of(saved))
 
 
 def _copied(tensors: Tensors) -> Tensors:

@@ -76,13 +76,16 @@ def difference(settings: Settings, config: Path) -> str | None:
 
 def other_vocabulary(folder: Path, of_run: Path) -> str | None:
     """Say that the run's vocab/ is not that of the checkpoint in `folder`; None: it is."""
-    for file in sorted((folder / VOCABULARY).iterdir()):
-        content = file.read_bytes()
+    try:
+        own = {file.name: file.read_bytes() for file in sorted((folder / VOCABULARY).iterdir())}
+    except OSError as error:
+        raise UserError(f"{folder / VOCABULARY} cannot be read: {durable.reason(error)}") from error
+    for name, content in own.items():
         try:
-            if durable.read_file(of_run / file.name, len(content)) != content:
-                return f"{of_run / file.name} is not what the checkpoint was trained with"
+            if durable.read_file(of_run / name, len(content)) != content:
+                return f"{of_run / name} is not what the checkpoint was trained with"
         except OSError as error:
-            return f"{of_run / file.name} is lost or damaged ({durable.reason(error)})"
+            return f"{of_run / name} is lost or damaged ({durable.reason(error)})"
     return None
 
 

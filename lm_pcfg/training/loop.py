@@ -21,7 +21,7 @@ from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import MetricsFile
 from lm_pcfg.storage.run_folder import RunFolder, Start, claim_start
-from lm_pcfg.storage.saving import Saver, load_fitting
+from lm_pcfg.storage.saving import Saver, load_fitting, tidy
 from lm_pcfg.training.documents import documents, open_vocabulary
 from lm_pcfg.training.evaluation import evaluate, is_due
 from lm_pcfg.training.mlflow_run import Status
@@ -82,12 +82,16 @@ def restore(steps: Steps, source: Path, *, same_run: bool) -> dict[str, Any]:
     loaded = engine.on_all(lambda: load_fitting(source, steps.skeleton, vocabulary.hash, engine.device))
     steps.restore(loaded)
     select, position = steps.settings.evaluation.select, steps.position
+    kept = steps.settings.checkpoint
+    best_steps = position.best_steps(kept.keep_best)
     if same_run and position.best_step is not None and (select == "trees") != (position.best_s_f1 is not None):
         position.forget_best()  # the two ways to choose cannot be compared
         if engine.is_main:
             warn(f"the best checkpoint is chosen by {select} from now on: the best so far is forgotten")
     if same_run:
-        engine.on_main(lambda: checkpoint.repair_best(checkpoint.run_folder_of(source), steps.position.best_step))
+        run = checkpoint.run_folder_of(source)
+        engine.on_main(lambda: checkpoint.repair_best(run, position.best_step))
+        engine.on_main(lambda: tidy(run, source, kept.keep_last, best_steps))
     else:
         steps.position.forget_best()
     return loaded.state

@@ -1,8 +1,6 @@
 """The corpus as files: generated on first use, the same bytes on every machine."""
 
 import hashlib
-import os
-import uuid
 from itertools import islice
 from pathlib import Path
 
@@ -10,6 +8,7 @@ from lm_pcfg.corpus.embedded import source_grammar
 from lm_pcfg.corpus.embedded.checksums import SHA256
 from lm_pcfg.corpus.embedded.sampling import Sampler
 from lm_pcfg.corpus.embedded.templates import source_pcfg
+from lm_pcfg.storage.durable import make_folder, remove_leftovers, replace_file
 
 PREFIX = "embedded:"
 DEFAULT_FOLDER = Path("data/embedded")
@@ -44,11 +43,10 @@ def materialise(folder: Path) -> dict[str, Path]:
                 f"the embedded corpus came out different ({name}): after a change of its grammar, put the table that "
                 "`python -m lm_pcfg.corpus.embedded --checksums` prints into checksums.py"
             )
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
+    remove_leftovers(folder)
     for name, content in files.items():
-        beside = folder / f".{name}.{uuid.uuid4().hex}"  # complete before it has its name; nobody else's
-        beside.write_bytes(content)
-        os.replace(beside, paths[name])
+        replace_file(paths[name], content)
     return paths
 
 

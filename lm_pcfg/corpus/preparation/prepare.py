@@ -88,6 +88,7 @@ def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, proces
         if _is_done(out, plan):
             manifest = read_manifest(out)
             verify(manifest)
+            _tidy(out, manifest)  # a call that was killed may not have got so far
             say(f"{out} was prepared before, and is whole")
             return manifest
         (out / SHARDS).mkdir(exist_ok=True)
@@ -98,8 +99,7 @@ def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, proces
         for message in reading.damage:
             say(f"warning: {message}; what came before it is kept (--on-error skip)")
         manifest = _write_manifest(out, found, options, vocabulary, made, reading)
-        _remove_strangers(out, manifest)
-        forget_notes(out)
+        _tidy(out, manifest)
         return manifest
 
 
@@ -352,12 +352,13 @@ def _write_texts(out: Path, files: Sequence[str]) -> None:
         beside.replace(out / name)
 
 
-def _remove_strangers(out: Path, manifest: Manifest) -> None:
-    """Remove shards without a line, and those of an earlier call that cut the inputs in other places."""
+def _tidy(out: Path, manifest: Manifest) -> None:
+    """Remove notes, shards without a line, and those of an earlier call that cut the inputs in other places."""
     ours = {entry.file for entry in manifest.shards}
     for file in (out / SHARDS).glob("*.parquet"):
         if file.name not in ours:
             file.unlink()
+    forget_notes(out)
 
 
 def _versions() -> dict[str, str]:

@@ -43,7 +43,7 @@ from lm_pcfg.corpus.shards.shapes import (
 from lm_pcfg.corpus.text import read_bounded
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions
 from lm_pcfg.errors import UserError
-from lm_pcfg.storage.durable import replace_file
+from lm_pcfg.storage.durable import make_folder, replace_file
 
 FORMAT = 3  # indexes of other formats are not looked at, and made anew
 
@@ -145,7 +145,8 @@ class IndexStore:
         name = hashlib.sha256(json.dumps({"format": FORMAT, **key}, sort_keys=True).encode()).hexdigest()[:24]
         path = self.folder / f"{name}.json"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.folder.is_dir():
+                make_folder(self.folder)
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be made ({error.strerror}); set data.index_folder=...") from None
         earlier, _ = _read(path, shape)
