@@ -314,9 +314,9 @@ def _unknown_key(keys: list[str], kind: type[Section], settings: type[Section]) 
     if name in kind.model_fields:
         return f"{'.'.join(keys)!r} is not a section: it has no keys"
     if issubclass(kind, ModelSection):
-        for family in families.names():
-            if name in families.section_of(family).model_fields:
-                return f"{'.'.join(keys)!r} belongs to family {family}, not to this model's; leave it out"
+        owners = [family for family in families.names() if name in families.section_of(family).model_fields]
+        if owners:
+            return f"{'.'.join(keys)!r} belongs to family {', '.join(owners)}, not to this model's; leave it out"
     paths: dict[str, list[str]] = {}  # last part of a key -> keys
     for key in _all_keys(settings):
         paths.setdefault(key.rsplit(".", 1)[-1], []).append(key)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lm_pcfg.corpus.batches import BatchOptions
 from lm_pcfg.corpus.vocabulary import VocabularyOptions
+from lm_pcfg.grammar import families
 from lm_pcfg.grammar.families.sections import Init
 from lm_pcfg.settings import Section, Settings
 from lm_pcfg.settings_file import SettingsError, dump_yaml, load_settings, settings_class
@@ -154,7 +155,11 @@ def test_families_have_settings_of_their_own(config: Path) -> None:
     for option in ("emission_temperature=2", "children=rotated", "feature_dropout=0.1"):
         message = error_of(config, "model.family=tables", f"model.{option}")
         assert f"'model.{option.split('=')[0]}' belongs to family sn_pcfg" in message
-    assert "model.family = 'gru' should be one of sn_pcfg, tables" in error_of(config, "model.family=gru")
+    expected = f"model.family = 'gru' should be one of {', '.join(families.names())}"
+    assert expected in error_of(config, "model.family=gru")
+    message = error_of(config, "model.family=tables", "model.dimension=4")
+    assert "'model.dimension' belongs to family" in message
+    assert "sn_pcfg" in message
 
 
 def test_the_command_line_may_choose_another_family(config: Path) -> None:
