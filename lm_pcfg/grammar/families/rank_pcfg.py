@@ -61,7 +61,7 @@ def rank_space(root: Tensor, parents: Tensor, children: Tensor) -> tuple[Tensor,
     """
     n = len(parents)
     over_nonterminals, over_preterminals = root.tensor_split([n])
-    root = torch.cat((over_nonterminals @ parents.to(root.dtype), over_preterminals))
+    root = torch.cat(((over_nonterminals[None] @ parents.to(root.dtype))[0], over_preterminals))
     return root, torch.cat((children[:, :, :n] @ parents, children[:, :, n:]), 2)
 
 
