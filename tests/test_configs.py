@@ -22,7 +22,8 @@ SMALL = ["model.nonterminals=4", "model.preterminals=6", "device=cpu", "threads=
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_a_recipe_makes_a_step(path, tmp_path):
     text = str(write_text(tmp_path / "text", 40))
-    own = [] if load_settings(path).model.family == "tables" else ["model.dimension=8"]
+    fields = type(load_settings(path).model).model_fields
+    own = [f"model.{name}={size}" for name, size in {"dimension": 8, "rank": 5}.items() if name in fields]
     settings = load_settings(path, [*SMALL, *own, f"data.train={text}", f"data.valid={text}"])
     report = dry_run(settings)
     assert report["total_steps"] > 0
@@ -48,3 +49,13 @@ def test_the_papers_hyper_parameters():
     assert (optimizer.learning_rate, optimizer.betas, optimizer.clip) == (2e-3, [0.75, 0.999], 3.0)
     assert (settings.batch.sentences, settings.data.max_length) == (16, 40)
     assert (settings.training.epochs, settings.evaluation.patience) == (30, 5)
+
+
+@pytest.mark.parametrize(("file", "sizes"), [
+    ("ptb_lm_rank_4096", (4096, 8192, 4096, 512)),
+    ("ptb_lm_rank_8192", (8192, 16384, 4096, 512)),
+    ("ptb_lm_tn_500", (250, 500, 500, 256)),
+])  # fmt: skip
+def test_the_papers_low_rank_grammars(file, sizes):
+    model = load_settings(CONFIGS / "paper" / f"{file}.yaml").model
+    assert (model.nonterminals, model.preterminals, model.rank, model.dimension) == sizes
