@@ -21,6 +21,7 @@ rank symbols, and a rank symbol here over the nonterminals.
 The products V_N U and W_N U are made once a step, with 2 N r^2 multiplications, and three times that with the backward.
 Where r is much larger than N, this is wasteful. A chart that kept the factors would need 3 N r multiplications for a
 span instead of 2 r^2, and no [r, r] rules in memory. That is not built: in the paper r is of the order of N.
+With `networks.precision: bf16` the products behind the rules are in TF32; those of the emission are in bf16.
 
                     Rank PCFG
         root *      softmax over A of u_A . f1(s)         f1: Linear, Res, Res
