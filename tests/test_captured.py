@@ -23,6 +23,8 @@ CASES = {
     "adamw": {"optimizer": {"name": "adamw", "weight_decay": 0.1, "clip": None}},
     "released": {"model": {"parameterization": "released", "emission_temperature": 0.7}},
     "tables": {"model": {"parameterization": "tables", "state_dropout": 0.2}},
+    "rank": {"model": {"family": "rank_pcfg", "rank": 5, "state_dropout": 0.2}},
+    "tensor-network": {"model": {"family": "tn_pcfg", "rank": 5}},
     "rotated": {"model": {"children": "rotated", "feature_dropout": 0.2}},
     "nonterminal-root": {"model": {"root": "nonterminals"}},
     "bf16": {"networks": {"precision": "bf16"}},

@@ -53,3 +53,13 @@ def test_the_papers_hyper_parameters():
     assert (optimizer.learning_rate, optimizer.betas, optimizer.clip) == (2e-3, [0.75, 0.999], 3.0)
     assert (settings.batch.sentences, settings.data.max_length) == (16, 40)
     assert (settings.training.epochs, settings.evaluation.patience) == (30, 5)
+
+
+@pytest.mark.parametrize(("file", "sizes"), [
+    ("ptb_lm_rank_4096", (4096, 8192, 4096, 512)),
+    ("ptb_lm_rank_8192", (8192, 16384, 4096, 512)),
+    ("ptb_lm_tn_500", (250, 500, 500, 256)),
+])  # fmt: skip
+def test_the_papers_low_rank_grammars(file, sizes):
+    model = load_settings(CONFIGS / "paper" / f"{file}.yaml").model
+    assert (model.nonterminals, model.preterminals, model.rank, model.dimension) == sizes

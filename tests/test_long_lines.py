@@ -235,7 +235,9 @@ def test_the_longest_lines_of_a_histogram():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", [["score"], ["parse"], ["sample", "-n", "2", "--posterior"]], ids=lambda all: all[0])
+@pytest.mark.parametrize(
+    "arguments", [["score"], ["parse"], ["sample", "-n", "2", "--posterior"]], ids=lambda all: all[0]
+)
 def test_a_text_is_looked_for_before_a_model(tmp_path, arguments):
     result = command(*arguments, "nofile.txt", cwd=tmp_path)
     assert result.returncode == 1

@@ -157,6 +157,8 @@ def test_families_have_settings_of_their_own(config: Path) -> None:
         assert f"'model.{option.split('=')[0]}' belongs to family sn_pcfg" in message
     names = ", ".join(families.names())
     assert f"model.family = 'gru' should be one of {names}" in error_of(config, "model.family=gru")
+    message = error_of(config, "model.family=tables", "model.dimension=4")
+    assert "'model.dimension' belongs to family sn_pcfg or" in message
 
 
 def test_the_command_line_may_choose_another_family(config: Path) -> None:

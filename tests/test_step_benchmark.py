@@ -46,6 +46,23 @@ def test_one_row_for_every_size(tmp_path, capsys):
     assert plot.read_text().count("<rect") == 1 + 5 + 5 * len(rows)  # background, legend, bars
 
 
+def test_a_low_rank_grammar_has_as_many_rank_symbols_as_nonterminals(tmp_path, monkeypatch):
+    text, config = tmp_path / "text", tmp_path / "c.yaml"
+    text.write_text("a b c\nb a\n" * 5)
+    config.write_text(CONFIG.replace("TEXT", str(text)).replace("dimension", "family: rank_pcfg, rank: 9, dimension"))
+    seen, timed = [], step_benchmark._timed
+
+    def looked_at(trainer, steps):
+        seen.append((trainer.settings.model.nonterminals, trainer.settings.model.rank))
+        return timed(trainer, steps)
+
+    monkeypatch.setattr(step_benchmark, "_timed", looked_at)
+    assert step_benchmark.main(config, [], [2, 4], [2], 1, None, None)
+    assert seen == [(2, 2), (4, 4)]
+    with pytest.raises(UserError, match=r"model\.rank would have no effect"):
+        step_benchmark.main(config, ["model.rank=3"], [2], [2], 1, None, None)
+
+
 def test_a_grammar_that_does_not_fit_into_memory_gets_a_note(tmp_path, monkeypatch, capsys):
     text, config = tmp_path / "text", tmp_path / "c.yaml"
     text.write_text("a b c\n" * 5)

@@ -75,6 +75,7 @@ GRID, GRID_WITHOUT_GPU = "512,2048,4096,8192", "64,128,256"
 DECIDED = {
     "model.nonterminals": "use --nonterminals",
     "model.preterminals": "they are twice the nonterminals",
+    "model.rank": "it is the number of nonterminals",
     "batch.by": "use --sentences",
     "batch.sentences": "use --sentences",
     "batch.cost": "use --sentences",
@@ -138,7 +139,8 @@ def bench_steps(settings: Settings, nonterminals: list[int], sentences: list[int
     for n in nonterminals:
         for count in sentences:
             values = settings.model_dump()
-            values["model"] |= {"nonterminals": n, "preterminals": 2 * n}
+            sizes = {"nonterminals": n, "preterminals": 2 * n, "rank": n}
+            values["model"] |= {name: size for name, size in sizes.items() if name in values["model"]}
             values["batch"] |= {"by": "sentences", "sentences": count, "accumulate": 1}
             yield _measure(type(settings).model_validate(values), engine, steps)
 

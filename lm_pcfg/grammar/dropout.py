@@ -104,9 +104,12 @@ class Dropout(NamedTuple):
     states: KeptStates | None = None  # those of a hidden Markov model; None: all
 
     @classmethod
-    def of_step(cls, model: PCFGSection, feature_rate: float, *, seed: int, step: int, total_steps: int) -> Dropout:
+    def of_step(
+        cls, model: PCFGSection, nonterminals: int, feature_rate: float, *, seed: int, step: int, total_steps: int
+    ) -> Dropout:
+        """nonterminals: of the chart."""
         rate = state_dropout_rate(model, step, total_steps)
-        kept = draw_kept(model.nonterminals, model.preterminals, rate, seed=seed, step=step)
+        kept = draw_kept(nonterminals, model.preterminals, rate, seed=seed, step=step)
         return cls(kept, FeatureDropout.of_step(feature_rate, seed=seed, step=step))
 
     @property

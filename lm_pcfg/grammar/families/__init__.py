@@ -13,11 +13,13 @@ if TYPE_CHECKING:  # it imports torch
 
 #: Family -> the file that has it, as a variable `FAMILY`.
 BUILT_IN = {
+    "rank_pcfg": "lm_pcfg.grammar.families.rank_pcfg",
     "sn_pcfg": "lm_pcfg.grammar.families.sn_pcfg",
     "tables": "lm_pcfg.grammar.families.tables",
     "nhmm": "lm_pcfg.grammar.families.nhmm",
     "lhmm": "lm_pcfg.grammar.families.lhmm",
     "rank_hmm": "lm_pcfg.grammar.families.rank_hmm",
+    "tn_pcfg": "lm_pcfg.grammar.families.tn_pcfg",
 }
 _registered: dict[str, Family] = {}
 

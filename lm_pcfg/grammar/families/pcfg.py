@@ -30,13 +30,18 @@ class PCFGFamily(Family):
 
     def check_memory(self, model: PCFGSection, words: int, device: torch.device | str) -> None:
         """Ask for the least that is needed: the weights, and on a CPU the rules of a step."""
-        rules = 2 * model.nonterminals * (model.nonterminals + model.preterminals)
+        nonterminals = self.chart_nonterminals(model)
+        rules = 2 * nonterminals * (nonterminals + model.preterminals)
         of_a_step = rules * (1.0 - model.state_dropout) ** 2 if torch.device(device).type == "cpu" else 0
         check_memory(BYTES * (self.fewest_weights(model, words) + of_a_step))
 
     def chart_memory(self, model: PCFGSection, lengths: Sequence[int], precision: str) -> float:
         share = 1.0 - model.state_dropout if model.state_dropout_until is None else 1.0
-        return chart_memory(lengths, max(1, int(share * model.nonterminals)), precision)
+        return chart_memory(lengths, max(1, int(share * self.chart_nonterminals(model))), precision)
+
+    def chart_nonterminals(self, model: Any) -> int:
+        """Return the nonterminals of the `Grammar`, which need not be those that the model is written in."""
+        return model.nonterminals
 
     def fewest_weights(self, model: Any, words: int) -> int:
         """Return a lower bound on the number of weights: those of the largest tables."""
@@ -46,9 +51,12 @@ class PCFGFamily(Family):
         return 0.0
 
     def dropout(self, model: PCFGSection, *, seed: int, step: int, total_steps: int) -> Dropout:
-        return Dropout.of_step(model, self.feature_rate(model), seed=seed, step=step, total_steps=total_steps)
+        return Dropout.of_step(
+            model, self.chart_nonterminals(model), self.feature_rate(model),
+            seed=seed, step=step, total_steps=total_steps,
+        )  # fmt: skip
 
     def can_capture(self, model: PCFGSection, dropout: Dropout) -> bool:
         sizes_change = dropout.kept is not None and model.state_dropout_until is not None
-        nonterminals = model.nonterminals if dropout.kept is None else len(dropout.kept.nonterminals)
+        nonterminals = self.chart_nonterminals(model) if dropout.kept is None else len(dropout.kept.nonterminals)
         return not sizes_change and nonterminals <= LARGEST_CAPTURED_N

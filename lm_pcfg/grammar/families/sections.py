@@ -86,6 +86,28 @@ class SNPCFGSection(PCFGSection):
     )
 
 
+class RankPCFGSection(PCFGSection):
+    rank: Count = setting(None, "number of rank symbols, which charts are over; null: as many as the nonterminals")
+    dimension: Count = setting(512, "dimension of the embeddings and networks")
+    init: InitField = setting(
+        Init(),
+        "xavier_normal, xavier_uniform, or standard deviations of the embeddings: normal(symbols, words), or "
+        "contexts(symbols, words), where words begin as their neighbours in the training text tell",
+    )
+
+    @check(mode="before")
+    @classmethod
+    def _rank(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("rank") is None:
+            given = data.get("nonterminals")
+            return data | {"rank": given if type(given) is int and given > 0 else 1}
+        return data
+
+
+class TNPCFGSection(RankPCFGSection):
+    dimension: Count = setting(256, "dimension of the embeddings and networks")
+
+
 class TablesSection(PCFGSection):
     init: InitField = setting(Init(), "normal(symbols, words): standard deviations of the logits; by default 1 and 1")
 
@@ -128,8 +150,10 @@ class RankHMMSection(HMMSection):
 
 #: Families whose settings are here; those of other families are in their files.
 SECTIONS: dict[str, type[ModelSection]] = {
+    "rank_pcfg": RankPCFGSection,
     "sn_pcfg": SNPCFGSection,
     "tables": TablesSection,
+    "tn_pcfg": TNPCFGSection,
     "nhmm": HMMSection,
     "lhmm": LHMMSection,
     "rank_hmm": RankHMMSection,

@@ -15,10 +15,9 @@ from lm_pcfg.grammar.emission import Emission
 from lm_pcfg.grammar.families.pcfg import PCFGFamily
 from lm_pcfg.grammar.families.sections import SNPCFGSection
 from lm_pcfg.grammar.grammar import Grammar
-from lm_pcfg.grammar.networks import ResidualLayer, initialise, residual_network, rotation
+from lm_pcfg.grammar.networks import FEW, ResidualLayer, initialise, residual_network, root_probabilities, rotation
 
 TEXT_FOR_CONTEXTS = 5_000_000  # words of training text that tell how words begin, with `init: contexts`
-FEW = -5.0  # at the beginning 0.7 % of sentences have one word (PTB: 0.3 %)
 
 
 class SimplePCFG(nn.Module):
@@ -36,8 +35,7 @@ class SimplePCFG(nn.Module):
     f2, f3, f4 are relu(W x + b) + x;  Res(x) = relu(W2 relu(W1 x + b1) + b2) + x.
 
     * over nonterminals, of mass 1 - q, and likewise over preterminals (S -> T, one-word sentences), of mass q, with one
-    parameter of its own: q = sigmoid(g). One softmax over both does not train: steps without one-word sentences, which
-    are nearly all, drive S -> T below e^-700 (PTB, N 2048, after 500 steps), and then they have no probability at all.
+    parameter of its own: q = sigmoid(g); `root_probabilities` has the reason.
 
     Ours, off by default:
     - rotated_children: f2 and f4 are relu(W x + b) + R x, each with a matrix R that begins as a random rotation;
@@ -132,25 +130,13 @@ class SimplePCFG(nn.Module):
         else:
             features = features + preterminals
             root_logits = (self.symbols[root_rows] @ self.start.T).squeeze(1)
-        root = self._root(root_logits.double(), len(nonterminals))
+        root = root_probabilities(root_logits, len(nonterminals), self.one_word)
         features = computation.dropout.features(features)
         if self.emission_temperature != 1.0:
             features = features / self.emission_temperature
         # A view of the word table: the micro-batches' gradients must reach it through this graph alone.
         emission = Emission.of(features, self.words.view_as(self.words), computation.precision, computation.shards)
         return Grammar(root, left, right, emission, (entrances[0], entrances[1]))
-
-    def _root(self, logits: Tensor, nonterminals: int) -> Tensor:
-        if self.one_word is None:
-            return logits.softmax(-1)
-        over_nonterminals, over_preterminals = logits.tensor_split([nonterminals])
-        one_word = self.one_word.double()
-        return torch.cat(
-            (
-                over_nonterminals.softmax(-1) * torch.sigmoid(-one_word),
-                over_preterminals.softmax(-1) * one_word.sigmoid(),
-            )
-        )
 
 
 class SNPCFG(PCFGFamily):
