@@ -54,7 +54,7 @@ def _brackets(value: object) -> str | dict[str, Any] | None:
         path, epochs = value["path"], value["epochs"]
         if isinstance(path, str) and path.strip() and type(epochs) in (int, float) and 0 < epochs < 2**31:
             return value
-    raise ValueError("should be null, a path, right-branching, or {path: ..., epochs: a number above 0}")
+    raise ValueError("should be a path, right-branching, or {path: ..., epochs: a number above 0}")
 
 
 Brackets = Annotated[str | dict[str, Any] | None, PlainValidator(_brackets)]
@@ -142,6 +142,8 @@ class DataSection(Section):
         paths = [self.train] if isinstance(self.train, str) else self.train
         if "-" in (*(item["path"] if isinstance(item, dict) else item for item in paths), self.valid):
             raise ValueError("train and valid cannot be standard input (-): they are read more than once; save a file")
+        if self.brackets == "-" or (isinstance(self.brackets, dict) and self.brackets["path"] == "-"):
+            raise ValueError("brackets cannot be standard input (-): they are read more than once; save a file")
         start = self.curriculum.start
         if start is not None and self.max_length is not None and start > self.max_length:
             raise ValueError(f"curriculum.start {start} should not be above max_length {self.max_length}")

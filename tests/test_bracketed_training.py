@@ -104,7 +104,10 @@ def test_a_file_of_trees_that_does_not_fit_is_told_in_one_line(folder):
     assert f"bad.trees, line {number + 1}: " in refused(changed("(X (T a"))
     assert "model.eos=implicit" in refused(changed(lines[number]), "model.eos=explicit")
     assert "one plain file" in refused(changed(lines[number]), "data.streaming=true")
-    assert "should be null, a path" in refused(changed(lines[number]), "data.brackets={path: x}")
+    assert "should be a path" in refused(changed(lines[number]), "data.brackets={path: x}")
+    assert "standard input" in refused(changed(lines[number]), "data.brackets=-")
+    over_lines = "\n".join([lines[0].replace(") ", ")\n", 1), *lines[1:]]) + "\n"
+    assert "needs a tree on one line" in refused(over_lines)
 
 
 def test_parse_leaves_out_what_is_unsure_and_training_reads_it(folder):
@@ -140,4 +143,25 @@ def test_parse_leaves_out_what_is_unsure_and_training_reads_it(folder):
     result = command("parse", "train.txt", "--checkpoint", "runs/short", "--method", "viterbi", "--at-least", "0.5",
                      cwd=folder)  # fmt: skip
     assert result.returncode == 1
-    assert "use mbr" in result.stderr.decode()
+    assert "--at-least goes with --method mbr" in result.stderr.decode()
+
+
+def test_a_run_says_that_it_has_brackets_and_is_not_continued_in_an_epoch_with_others(folder):
+    (folder / "some.trees").write_text((folder / "right.trees").read_text())
+    steps = ["data.brackets=some.trees", "checkpoint.every_steps=3", "evaluation.every_epochs=null"]
+    result = train(folder, "changed", "training.max_steps=3", *steps)
+    assert result.returncode == 0, result.stderr
+    assert "brackets: on " in result.stderr.decode()
+    (folder / "some.trees").write_text((folder / "none.trees").read_text())
+    result = train(folder, "changed", "training.max_steps=6", "resume=auto", *steps)
+    assert result.returncode == 1
+    assert "belongs to other data" in result.stderr.decode()
+
+
+def test_the_embedded_treebank_has_brackets_for_the_embedded_text(folder):
+    options = ["training.max_steps=1", "data.train=embedded:valid", "data.brackets=embedded:valid.trees"]
+    result = train(folder, "embedded", "data.valid=null", *options)
+    assert result.returncode == 0, result.stderr
+    assert "brackets: on " in result.stderr.decode()
+    result = train(folder, "embedded", *options[:2], "data.brackets=embedded:valid")
+    assert "use embedded:valid.trees" in result.stderr.decode()

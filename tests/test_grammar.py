@@ -364,6 +364,11 @@ def test_logits_too_large_for_fp32_are_computed_in_fp64_when_no_gradient_is_want
     rows = emission.log_probabilities_of(torch.arange(5))
     torch.testing.assert_close(rows, log_p.T, rtol=1e-6, atol=1e-6)
     assert "unstable" in (emission.warning or "")
+    rules = torch.ones(3).softmax(0), torch.ones(3, 8).softmax(1), torch.ones(3, 8).softmax(1)
+    assert Grammar(*rules, emission).detached().emission.widened
+    with torch.no_grad():
+        opposite = Emission.of(torch.eye(200), -2000.0 * torch.ones(9, 200))  # a bound of 28,000, but logits of 2,000
+    assert not opposite.widened
     assert ordinary.warning is None
     trained = Emission.of(features.requires_grad_(), embeddings)
     assert not trained.widened  # a step does not wait for the device to tell

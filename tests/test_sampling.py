@@ -16,6 +16,7 @@ import torch
 import flash_inside
 from flash_inside import Rules, trees
 from grammars import bracketings, random_emissions, random_rules, score_of
+from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import analysis, generation
 from lm_pcfg.grammar.emission import Emission
 from lm_pcfg.grammar.generation import sample_derivations
@@ -295,7 +296,7 @@ def test_no_derivation_no_long_one_and_what_cannot_be_drawn():
     for number, max_length in ((-1, 5), (1, 0)):
         with pytest.raises(ValueError, match="cannot be drawn"):
             sample_derivations(grammar, number, seed=0, max_length=max_length)
-    with pytest.raises(ValueError, match="no mass"):
+    with pytest.raises(UserError, match="no mass"):
         sample_derivations(grammar._replace(left=grammar.left * 0), 10, seed=0, max_length=5)
 
 

@@ -146,21 +146,27 @@ class TextPlan(Plan):
         return self._counts[max_length]
 
     def batches(self, epoch: int, intervals: Sequence[Interval]) -> Iterator[Batch]:
-        plan, bracketed = self._indices(epoch), self._bracketed_epochs
+        plan = self._indices(epoch)
         for start, stop in intervals:
             for number in range(start, stop):
-                brackets = bracketed is None or epoch + number / len(plan) < bracketed
-                yield make_batch(self.sentences, plan[number], brackets=brackets)
+                yield make_batch(self.sentences, plan[number], brackets=self._bracketed(epoch + number / len(plan)))
+
+    def _bracketed(self, epochs: float) -> bool:
+        """Return whether batches have brackets after so many epochs."""
+        return self._bracketed_epochs is None or epochs < self._bracketed_epochs
 
     def costliest(self, epoch: int, most: int) -> list[Batch]:
         lengths = self.sentences.lengths
         plan = sorted(self._indices(epoch), key=lambda indices: -int((lengths[indices] ** 2).sum()))
-        return [make_batch(self.sentences, indices) for indices in plan[:most]]
+        return [make_batch(self.sentences, indices, brackets=self._bracketed(epoch)) for indices in plan[:most]]
 
     @cached_property
     def fingerprint(self) -> str:
         # True: older versions had a switch `shuffle` here, and positions that were saved must still fit.
         text = f"{self.sentences.fingerprint} {self.options.by} {self.options.size} {self.seed} True"
+        if self.sentences.limits is not None:
+            brackets = hashlib.sha256(np.ascontiguousarray(self.sentences.limits, dtype="<i4").data)
+            text += f" {brackets.hexdigest()} {self._bracketed_epochs}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -261,7 +267,7 @@ class BatchStream:
         if batch and any(state[key] != mine[key] for key in mine):  # any plan has the start of an epoch
             raise BatchError(
                 f"the saved position (epoch {epoch}, batch {batch}) belongs to other data or batch settings: "
-                "resume with the data, vocabulary, seed, curriculum and batch settings of the run, or start anew"
+                "resume with the data, brackets, vocabulary, seed, curriculum and batches of the run, or start anew"
             )
         # Batches that were taken in turns leave the same as if one rank had taken them all.
         dealings = state.get("dealings", [(1, batch)]) if batch else []

@@ -56,21 +56,24 @@ def read_trees(lines: Iterable[str]) -> Iterator[Tree]:
 def load_trees(source: str) -> list[Tree]:
     """Read the trees of a file, of '-' (standard input) or of `embedded:train|valid|test.trees`."""
     name = display_name(source)
-    if source.startswith(EMBEDDED_PREFIX):
-        from lm_pcfg.corpus import embedded  # generates files: only when asked for
-
-        if not source.endswith(".trees"):
-            raise TreeError(f"{source} is text, not bracketed trees; use {source}.trees")
-        try:
-            path: Path | str = embedded.resolve(source)
-        except (ValueError, OSError) as error:
-            raise TreeError(str(error)) from None
-    else:
-        path = resolve_source(source)
     try:
-        return list(read_trees(line for _, line in read_lines(path, name=name)))
+        return list(read_trees(line for _, line in read_lines(resolve_trees(source), name=name)))
     except TreeError as error:
         raise TreeError(f"{name}: {error}") from None
+
+
+def resolve_trees(source: str) -> Path | str:
+    """Find a file of trees, as `load_trees` takes it, for `read_lines`."""
+    if not source.startswith(EMBEDDED_PREFIX):
+        return resolve_source(source)
+    from lm_pcfg.corpus import embedded  # generates files: only when asked for
+
+    if not source.endswith(".trees"):
+        raise TreeError(f"{source} is text, not bracketed trees; use {source}.trees")
+    try:
+        return embedded.resolve(source)
+    except (ValueError, OSError) as error:
+        raise TreeError(str(error)) from None
 
 
 def read_tree(text: str) -> Tree:

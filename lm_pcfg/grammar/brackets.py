@@ -14,7 +14,7 @@ from flash_inside import span_limits
 from lm_pcfg.corpus.opening import Corpora
 from lm_pcfg.corpus.sentences import Sentences
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
-from lm_pcfg.corpus.treebank import TreeError, escape_brackets, read_trees
+from lm_pcfg.corpus.treebank import TreeError, escape_brackets, read_trees, resolve_trees
 from lm_pcfg.corpus.vocabulary import Vocabulary
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import DataSection
@@ -36,6 +36,17 @@ def with_brackets(corpora: Corpora, data: DataSection) -> Corpora:
     return replace(corpora, train=replace(train, limits=limits))
 
 
+def describe(train: Sentences, data: DataSection) -> str:
+    """Say how many sentences have brackets, and for how long."""
+    lengths = np.repeat(train.lengths, train.lengths)
+    free = (train.limits[:, 0] == lengths) & (train.limits[:, 1] == 0)  # type: ignore[index]
+    some = len(train) - int(np.minimum.reduceat(free, train.offsets[:-1]).sum())
+    epochs = f" in the first {data.brackets['epochs']:g} epochs" if isinstance(data.brackets, dict) else ""
+    return (
+        f"brackets: on {some:,} of {len(train):,} training sentences{epochs}; the training loss counts their trees only"
+    )
+
+
 def right_branching(sentences: Sentences) -> np.ndarray:
     """Return the limits under which only spans of one word and those to the end of the sentence are allowed."""
     lengths = sentences.lengths
@@ -48,7 +59,7 @@ def right_branching(sentences: Sentences) -> np.ndarray:
 def read_limits(sentences: Sentences, text: str, trees: str) -> np.ndarray:
     """Return the limits of the sentences of a text (`flash_inside.span_limits`): int32 [sum of lengths, 2]."""
     text_name, name = display_name(text), display_name(trees)
-    lines = [line for _, line in read_lines(resolve_source(trees), name=name)]
+    lines = [line for _, line in read_lines(resolve_trees(trees), name=name)]
     wanted = set(sentences.line_numbers.tolist())
     limits, number = [], 0
     for number, line in read_lines(resolve_source(text), name=text_name):
@@ -63,7 +74,10 @@ def _limits_of(line: str, words: list[str], where: str) -> np.ndarray:
     try:
         trees = [tree for tree in read_trees([line]) if tree.words]
     except TreeError as error:
-        raise UserError(f"{where}: {str(error).removeprefix('line 1: ')}") from None
+        reason = str(error).removeprefix("line 1: ")
+        raise UserError(
+            f"{where}: {reason} (data.brackets needs a tree on one line, for each line of the text)"
+        ) from None
     if len(trees) > 1:
         raise UserError(f"{where}: {len(trees)} trees, not one")
     for tree in trees:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.grammar.markov import HiddenMarkovModel
 
@@ -94,7 +95,10 @@ def draw_options(
         probabilities = table(block).double().cpu().numpy()
         sums = probabilities.cumsum(1)
         if not (np.isfinite(sums[:, -1]) & (sums[:, -1] > 0)).all():
-            raise ValueError("a row of the grammar's probabilities has NaN or no mass: nothing can be drawn from it")
+            raise UserError(
+                "a row of the model's probabilities has NaN or no mass, so nothing can be drawn: training has become "
+                "unstable; use an earlier checkpoint"
+            )
         for number, nodes in enumerate(groups[start : start + step]):
             chosen[nodes] = np.searchsorted(sums[number], uniform[nodes] * sums[number, -1], side="right")
             probability[nodes] = probabilities[number, chosen[nodes]]

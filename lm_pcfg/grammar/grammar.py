@@ -130,7 +130,8 @@ class Grammar(NamedTuple):
             if leaf.dtype.itemsize < 4:
                 leaf.grad_dtype = torch.float32
         root, left, right, features, embeddings, normalizers = leaves
-        return Grammar(root, left, right, Emission(features, embeddings, normalizers, self.emission.precision))
+        emission = self.emission._replace(features=features, embeddings=embeddings, log_normalizers=normalizers)
+        return Grammar(root, left, right, emission)
 
     def resident(self, gradients: Sequence[Tensor]) -> Grammar:
         """Promise that its tensors keep their addresses from step to step; gradients: memory for those of `tensors`."""

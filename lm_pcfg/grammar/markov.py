@@ -85,8 +85,13 @@ class HiddenMarkovModel(NamedTuple):
         """The same values as leaves of a new graph, on which micro-batches accumulate their gradients."""
         start, *rest = (tensor.detach().requires_grad_() for tensor in self.tensors)
         *transition, features, embeddings, normalizers = rest
-        emission = Emission(features, embeddings, normalizers, self.emission.precision)
+        emission = self.emission._replace(features=features, embeddings=embeddings, log_normalizers=normalizers)
         return HiddenMarkovModel(start, tuple(transition), emission)
+
+    @property
+    def warning(self) -> str | None:
+        """What a user should know before figures of this model are believed."""
+        return self.emission.warning
 
     @torch.no_grad()
     def describe(self, thorough: bool = False) -> dict[str, float]:

@@ -108,7 +108,9 @@ class Model:
         if method == "viterbi" and len(parsers) > 1:
             raise UserError("a consensus is that of span posteriors: use mbr, or one checkpoint for viterbi")
         if method == "viterbi" and at_least > 0.0:
-            raise UserError("the spans of Viterbi's tree have no posteriors: use mbr with a least posterior")
+            raise UserError("Viterbi's spans have no posteriors: --at-least goes with --method mbr")
+        if not 0.0 <= at_least <= 1.0:
+            raise UserError(f"at_least = {at_least} should be a probability")
         for indices in self._batches(lines, on_lines):
             some = [lines[index] for index in indices]
             if method == "viterbi":

@@ -10,11 +10,13 @@ from typing import Any
 
 from lm_pcfg.console import Progress, duration, progress, say, warn
 from lm_pcfg.corpus import opening
+from lm_pcfg.corpus.sentences import Sentences
 from lm_pcfg.distributed import launcher
 from lm_pcfg.distributed.collectives import lost_contact_reported
 from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.distributed.throughput import Throughput
 from lm_pcfg.errors import UserError
+from lm_pcfg.grammar import brackets
 from lm_pcfg.grammar.likelihood import perplexity
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
@@ -144,6 +146,8 @@ class Trainer:
             elif (beside := self.metrics.set_aside()) is not None:
                 say(f"{self.folder.path} was stopped before its first checkpoint: its metrics are now {beside.name}")
         say(opening.describe("train", self.corpora.train))
+        if isinstance(self.corpora.train, Sentences) and self.corpora.train.limits is not None:
+            say(brackets.describe(self.corpora.train, self.settings.data))
         if self.corpora.valid is not None:
             say(opening.describe("valid", self.corpora.valid))
         if self.corpora.trees is not None:
