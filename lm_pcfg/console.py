@@ -34,7 +34,7 @@ def duration(seconds: float) -> str:
 
 class Advance(Protocol):
     def __call__(self, amount: int, detail: str = "", /) -> None:
-        """Count so much more as done, and show the detail at the end of the line; 0: what is done now takes long."""
+        """Count so much more as done, and show the detail at the end of the line; with 0, it is what is done now."""
 
 
 def unseen(amount: int, detail: str = "", /) -> None:
@@ -66,12 +66,13 @@ class _Plain:
 
     def advance(self, amount: int, detail: str = "", /) -> None:
         self.done += amount
-        if amount:
+        of_now = bool(detail) and not amount
+        if not of_now:
             self._detail = detail or self._detail
         now = time.monotonic()
-        if now - self._last_line >= self._between or not (amount or self._told_now):
-            self._last_line, self._told_now = now, self._told_now or not amount
-            self._line(now - self._start, self._detail if amount else detail)
+        if now - self._last_line >= self._between or (of_now and not self._told_now):
+            self._last_line, self._told_now = now, self._told_now or of_now
+            self._line(now - self._start, detail if of_now else self._detail)
 
     def _line(self, passed: float, detail: str) -> None:
         rate = (self.done - self._first_done) / passed if passed > 0 else 0.0
@@ -111,9 +112,9 @@ def progress(
 
             def advance(self, amount: int, detail: str = "", /) -> None:
                 bars.advance(task, amount)
-                if detail or self._now:
+                if detail or (self._now and amount):
                     bars.update(task, detail=detail)
-                self._now = not amount
+                    self._now = not amount
 
             def message(self, text: str) -> None:
                 bars.console.print(text, highlight=False, markup=False)

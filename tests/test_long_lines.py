@@ -235,9 +235,7 @@ def test_the_longest_lines_of_a_histogram():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "arguments", [["score"], ["parse"], ["sample", "-n", "2", "--posterior"]], ids=lambda all: all[0]
-)
+@pytest.mark.parametrize("arguments", [["score"], ["parse"], ["sample", "--posterior"]], ids=lambda all: all[0])
 def test_a_text_is_looked_for_before_a_model(tmp_path, arguments):
     result = command(*arguments, "nofile.txt", cwd=tmp_path)
     assert result.returncode == 1
@@ -263,7 +261,8 @@ def test_what_is_done_now_is_told_once_and_then_now_and_then(capsys, monkeypatch
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     with console.progress("lines", 5, seconds_between_lines=10) as bar:
         for moment, amount, detail in (
-            (1, 0, "now one"), (2, 1, ""), (3, 0, "now two"), (12, 0, "now three"), (13, 1, "so far"), (30, 1, ""),
+            (0.5, 0, ""), (1, 0, "now one"), (2, 1, ""), (3, 0, "now two"), (12, 0, "now three"), (13, 1, "so far"),
+            (30, 1, ""),
         ):  # fmt: skip
             now[0] = moment
             bar.advance(amount, detail)
