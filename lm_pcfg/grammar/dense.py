@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,18 +42,24 @@ class DenseGrammar(NamedTuple):
 
     def log_likelihood(
         self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto",
-        statistics: Statistics | None = None,
+        statistics: Statistics | None = None, limits: np.ndarray | None = None,
     ) -> Tensor:  # fmt: skip
-        """Natural log-probability of each sentence: [B]. words: [sum(lengths)] ids, sentences one after another."""
+        """Natural log-probability of each sentence: [B]. words: [sum(lengths)] ids, sentences one after another.
+
+        limits: [sum(lengths), 2], brackets that trees may not cross; see `flash_inside.span_limits`.
+        """
         _check_backend(backend)
-        return dense.inside(self.rules, self.emission.log_probabilities(words), lengths, precision, backend, statistics)
+        emissions = self.emission.log_probabilities(words)
+        return dense.inside(self.rules, emissions, lengths, precision, backend, statistics, limits)
 
     def log_likelihood_unchecked(
-        self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto"
-    ) -> tuple[Tensor, Tensor]:
+        self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto",
+        limits: np.ndarray | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The same before it is known which sentences have to be recomputed; see `flash_inside.dense`."""
         _check_backend(backend)
-        return dense.inside_unchecked(self.rules, self.emission.log_probabilities(words), lengths, precision, backend)
+        emissions = self.emission.log_probabilities(words)
+        return dense.inside_unchecked(self.rules, emissions, lengths, precision, backend, limits)
 
     @torch.no_grad()
     def span_marginals(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flash_inside.brackets import check_limits
 from flash_inside.dense import reference, scaled
 from flash_inside.dense.reference import PairRules
 from flash_inside.devices import chart_memory, check_memory
-from flash_inside.packing import Layout
+from flash_inside.packing import Layout, taken
 from flash_inside.precision import check_precision, upcast
 from flash_inside.recomputation import Statistics, _doubtful, _one_word_and_others, _take
 from flash_inside.reference import one_word_inside
@@ -26,6 +28,7 @@ def inside(
     precision: str = "fp32",
     backend: str = "auto",
     statistics: Statistics | None = None,
+    limits: np.ndarray | None = None,
 ) -> Tensor:
     """Return the natural log marginal probability of every sentence: [B], fp64 for precision "fp64", else fp32.
 
@@ -33,6 +36,7 @@ def inside(
     emissions   [sum(lengths), P] log p(word | preterminal), sentences packed one after another
     precision   "fp64" | "fp32" (true fp32) | "tf32" (fp32 charts, products in TF32) | "bf16" (the same as "tf32")
     backend     "torch" or "auto" (scaled linear space) | "reference" (log space, slow); there are no Triton kernels
+    limits      as in `flash_inside.inside`: only trees that cross no bracket count
 
     Differentiable (once) in root, pairs and emissions. A sentence the grammar cannot generate has -inf and a zero
     gradient. A sentence whose numbers leave the range of the format is recomputed, so it is right for any rules.
@@ -43,13 +47,20 @@ def inside(
     compute = scaled.compute_type(precision)
     if not lengths:  # a rank without data: no sentence, but still connected to the graph
         return (emissions.sum(1) + reference.connection(rules, emissions)).to(compute)
+    if limits is not None:
+        limits = check_limits(limits, lengths)
     if backend == "reference":
-        return reference.inside(rules, emissions, lengths, compute)
-    return _checked(rules, emissions, lengths, precision, statistics)
+        return reference.inside(rules, emissions, lengths, compute, limits)
+    return _checked(rules, emissions, lengths, precision, statistics, limits)
 
 
 def inside_unchecked(
-    rules: PairRules, emissions: Tensor, lengths: Tensor | Sequence[int], precision: str = "fp32", backend: str = "auto"
+    rules: PairRules,
+    emissions: Tensor,
+    lengths: Tensor | Sequence[int],
+    precision: str = "fp32",
+    backend: str = "auto",
+    limits: np.ndarray | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do as `inside`, but recompute nothing, so that the host need not wait: return log Z and trusted, both [B].
 
@@ -57,9 +68,11 @@ def inside_unchecked(
     """
     lengths = _check(rules, emissions, lengths, precision, backend)
     if not lengths or backend == "reference":
-        log_z = inside(rules, emissions, lengths, precision, backend)
+        log_z = inside(rules, emissions, lengths, precision, backend, limits=limits)
         return log_z, torch.ones_like(log_z, dtype=torch.bool)
-    return _first_pass(rules, emissions, lengths, precision)[:2]
+    if limits is not None:
+        limits = check_limits(limits, lengths)
+    return _first_pass(rules, emissions, lengths, precision, limits=limits)[:2]
 
 
 def span_marginals(
@@ -112,27 +125,38 @@ def upcast_rules(rules: PairRules) -> PairRules:
 
 
 def _checked(
-    rules: PairRules, emissions: Tensor, lengths: list[int], precision: str, statistics: Statistics | None
+    rules: PairRules,
+    emissions: Tensor,
+    lengths: list[int],
+    precision: str,
+    statistics: Statistics | None,
+    limits: np.ndarray | None,
 ) -> Tensor:
-    log_z, trusted, *_ = _first_pass(rules, emissions, lengths, precision)
+    log_z, trusted, *_ = _first_pass(rules, emissions, lengths, precision, limits=limits)
     for sentences in _one_word_and_others(_doubtful(trusted), lengths):
         words, their_lengths = _take(emissions, lengths, sentences, precision, statistics)
+        their_limits = None if limits is None else taken(limits, lengths, sentences)
         if their_lengths[0] == 1:
             again = one_word_inside(rules.root, words, rules.nonterminals)
         elif precision == "fp64":
-            again = reference.inside(rules, words, their_lengths)
+            again = reference.inside(rules, words, their_lengths, limits=their_limits)
         else:
-            again = _checked(upcast_rules(rules), upcast(words), their_lengths, "fp64", statistics)
+            again = _checked(upcast_rules(rules), upcast(words), their_lengths, "fp64", statistics, their_limits)
         log_z = log_z.index_put((torch.tensor(sentences, device=log_z.device),), again.to(log_z.dtype))
     return log_z
 
 
 def _first_pass(
-    rules: PairRules, emissions: Tensor, lengths: list[int], precision: str, layout: Layout | None = None
+    rules: PairRules,
+    emissions: Tensor,
+    lengths: list[int],
+    precision: str,
+    layout: Layout | None = None,
+    limits: np.ndarray | None = None,
 ) -> scaled.Result:
     if not emissions.is_cuda:  # there an allocation fails, here the system may end the process
         check_memory(chart_memory(lengths, rules.nonterminals, precision))
-    return scaled.inside(rules, emissions, layout or Layout(lengths), precision)
+    return scaled.inside(rules, emissions, layout or Layout(lengths), precision, limits)
 
 
 def _check(

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flash_inside.brackets import allowed_spans
 from flash_inside.precision import upcast
 from flash_inside.reference import NEGATIVE_INFINITY, log_matmul, log_sum_exp, safe_log
 
@@ -54,10 +56,24 @@ def kinds_of(width: int) -> list[tuple[str, slice]]:
     return [*ends, ("NN", slice(1, width - 2))] if width > 3 else ends
 
 
-def inside(rules: PairRules, emissions: Tensor, lengths: list[int], dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return sentence log marginals [B] in `dtype` (fp64 or fp32)."""
-    scores = torch.stack([_inside_of_sentence(rules, words, dtype) for words in emissions.split(lengths)])
-    return scores + connection(rules, emissions).to(dtype)
+def inside(
+    rules: PairRules,
+    emissions: Tensor,
+    lengths: list[int],
+    dtype: torch.dtype = torch.float64,
+    limits: np.ndarray | None = None,
+) -> Tensor:
+    """Return sentence log marginals [B] in `dtype` (fp64 or fp32). limits: see flash_inside/brackets.py."""
+    span_scores: list[Tensor | None] = [None] * len(lengths)
+    if limits is not None:
+        of_sentences = np.split(limits, np.cumsum(lengths)[:-1])
+        allowed = [torch.from_numpy(allowed_spans(own)).to(emissions.device) for own in of_sentences]
+        span_scores = [torch.where(table, 0.0, NEGATIVE_INFINITY).to(dtype) for table in allowed]
+    scores = [
+        _inside_of_sentence(rules, words, dtype, (own, None))
+        for words, own in zip(emissions.split(lengths), span_scores, strict=True)
+    ]
+    return torch.stack(scores) + connection(rules, emissions).to(dtype)
 
 
 def connection(rules: PairRules, emissions: Tensor) -> Tensor:
@@ -79,21 +95,27 @@ def posteriors(
         for words in emissions.detach().clone().split(lengths):
             size = len(words) + 1
             scores = torch.zeros(2, size, size, dtype=dtype, device=words.device).requires_grad_()
-            log_z = _inside_of_sentence(fixed, words, dtype, scores)
+            log_z = _inside_of_sentence(fixed, words, dtype, (scores[0], scores[1]))
             there = log_z > NEGATIVE_INFINITY
             found = torch.autograd.grad(log_z, scores)[0] if there else torch.zeros_like(scores)
             tables.append((found[0].detach(), found[1].detach()))
     return tables
 
 
-def _inside_of_sentence(rules: PairRules, words: Tensor, dtype: torch.dtype, scores: Tensor | None = None) -> Tensor:
-    """Return log Z of one sentence. words: [l, P] log-emissions; scores: as `posteriors` has them, or None."""
+def _inside_of_sentence(
+    rules: PairRules, words: Tensor, dtype: torch.dtype, scores: tuple[Tensor | None, Tensor | None]
+) -> Tensor:
+    """Return log Z of one sentence. words: [l, P] log-emissions
+
+    scores: tables [l+1, l+1], added to log beta of a span, and to what its last split adds to that; or None
+    """
     length, n = words.shape[0], rules.nonterminals
     root, pairs, words = (upcast(tensor) if dtype == torch.float64 else tensor.to(dtype) for tensor in (*rules, words))
 
     def added(log_values: Tensor, width: int, which: int) -> Tensor:
         """log_values: [spans of this width, symbols]."""
-        return log_values if scores is None else log_values + scores[which].diagonal(width)[:, None]
+        table = scores[which]
+        return log_values if table is None else log_values + table.diagonal(width)[:, None]
 
     log_root, log_pairs = safe_log(root), {kind: safe_log(block_of(pairs, kind)) for kind in ("NN", "NP", "PN", "PP")}
     log_beta = [added(words, 1, 0)]  # of each width: [l - width + 1, symbols], by first word

@@ -24,9 +24,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flash_inside.brackets import allowed_rows
 from flash_inside.dense.reference import PairRules, block_of, kinds_of
 from flash_inside.packing import Layout
 from flash_inside.precision import FORMATS, LARGEST_D_OF_TORCH, finite, gradient_type, matmul_precision
@@ -44,12 +46,16 @@ class Result(NamedTuple):
     before_word: Tensor  # [rows] posterior that the span is there and its right part is one word
 
 
-def inside(rules: PairRules, emissions: Tensor, layout: Layout, precision: str) -> Result:
+def inside(
+    rules: PairRules, emissions: Tensor, layout: Layout, precision: str, limits: np.ndarray | None = None
+) -> Result:
     """Return log marginals in the caller's order. The gradient of a sentence that is not trusted is zero.
+
+    limits: see flash_inside/brackets.py
 
     precision: charts are fp64 for "fp64", else fp32. For "tf32" and "bf16" products are in TF32, where there is TF32.
     """
-    return Result(*_ScaledInside.apply(*rules, emissions, layout, precision))
+    return Result(*_ScaledInside.apply(*rules, emissions, layout, precision, limits))
 
 
 def compute_type(precision: str) -> torch.dtype:
@@ -85,6 +91,7 @@ class _Chart:
     beta: Tensor  # [rows - words, N] beta~ of the widths from 2 on
     scale: Tensor  # [rows] t, fp64; -inf where a row is zero
     split_scale: Tensor  # [rows] s, fp64
+    allowed: Tensor | None  # [rows] bool: spans that cross no bracket; None: all of them
     rows_of_splits: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     splits_kept: int = 0
 
@@ -108,12 +115,11 @@ class _Chart:
         for start in range(0, spans, step):
             block = slice(start, min(start + step, spans))
             left, right = self._rows_of_parts(width, block) if kept is None else (kept[0][block], kept[1][block])
-            yield (
-                slice(here.start + block.start, here.start + block.stop),
-                left,
-                right,
-                self.scale[left] + self.scale[right],
-            )
+            rows = slice(here.start + block.start, here.start + block.stop)
+            log_scale = self.scale[left] + self.scale[right]
+            if self.allowed is not None:  # no split of a span that is not allowed counts, so its row is zero
+                log_scale.masked_fill_(~self.allowed[rows, None], float("-inf"))
+            yield rows, left, right, log_scale
 
     def _rows_of_parts(self, width: int, block: slice) -> tuple[Tensor, Tensor]:
         left, right = self.layout.splits(width, block)
@@ -132,7 +138,7 @@ class _Chart:
 
 
 def _filled_chart(
-    tables: dict[str, Tensor], emissions: Tensor, layout: Layout, precision: str
+    tables: dict[str, Tensor], emissions: Tensor, layout: Layout, precision: str, limits: np.ndarray | None
 ) -> tuple[_Chart, Tensor]:
     """Do the forward pass: return the chart, and what its rows of widths from 2 on were divided by, [rows - words].
 
@@ -144,7 +150,8 @@ def _filled_chart(
     scale = torch.zeros(layout.rows, dtype=torch.float64, device=device)
     scale[: layout.words] = leaf_scale
     beta = torch.empty(layout.rows - layout.words, n, dtype=compute, device=device)
-    chart = _Chart(layout, leaves, beta, scale, torch.zeros_like(scale))
+    allowed = None if limits is None else torch.from_numpy(allowed_rows(limits, layout)).to(device)
+    chart = _Chart(layout, leaves, beta, scale, torch.zeros_like(scale), allowed)
     divisors = torch.ones(len(beta), dtype=compute, device=device)
     for width in range(2, layout.longest + 1):
         for rows, left, right, log_scale in chart.blocks(width):
@@ -175,13 +182,15 @@ def _lost_rows(chart: _Chart, tables: dict[str, Tensor], emissions: Tensor) -> T
     possible = {kind: (table > 0).to(table.dtype) for kind, table in tables.items()}
     yes = _Chart(
         layout, (words > float("-inf")).to(chart.leaves.dtype), torch.zeros_like(chart.beta), chart.scale,
-        chart.split_scale, chart.rows_of_splits, chart.splits_kept,
+        chart.split_scale, chart.allowed, chart.rows_of_splits, chart.splits_kept,
     )  # fmt: skip
     for width in range(2, layout.longest + 1):
         for rows, left, right, log_scale in yes.blocks(width):
             own, ones = yes.own(rows), torch.ones_like(log_scale, dtype=chart.beta.dtype)
             for part in yes.parts(width, left, right, ones):
                 there = (part.pairs > 0).to(chart.beta.dtype) @ possible[part.kind].T > 0
+                if chart.allowed is not None:
+                    there &= chart.allowed[rows, None]
                 yes.beta[own] = torch.maximum(yes.beta[own], there.to(chart.beta.dtype))
     lost = torch.zeros(layout.rows, dtype=torch.bool, device=emissions.device)
     lost[layout.words :] = chart.scale[layout.words :].isinf() & yes.beta.any(1)
@@ -245,13 +254,14 @@ class _ScaledInside(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, root: Tensor, pairs: Tensor, emissions: Tensor, layout: Layout, precision: str
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, root: Tensor, pairs: Tensor, emissions: Tensor, layout: Layout, precision: str,
+        limits: np.ndarray | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         n, words, device, compute = len(pairs), layout.words, emissions.device, compute_type(precision)
         tables = {kind: block_of(pairs, kind).to(compute) for kind in KINDS}
         wide_root = root.double()  # a trained root gives one-word sentences 1e-60, and it is only a vector
         with _products(precision):
-            chart, divisors = _filled_chart(tables, emissions, layout, precision)
+            chart, divisors = _filled_chart(tables, emissions, layout, precision, limits)
             # root . beta~ of every sorted sentence; the one-word ones are the last
             top_rows = torch.from_numpy(layout.tops()).to(device)
             longer = layout.alive[2] if layout.longest > 1 else 0
@@ -276,7 +286,10 @@ class _ScaledInside(torch.autograd.Function):
             possible[longer:] = False
         in_range = torch.isfinite(top_sums) & (largest <= LARGEST_D_OF_TORCH[compute])
         trusted = torch.where(top_sums > 0, in_range, ~possible)
-        if (chart.scale.isinf() & (trusted & possible)[sentence]).any():  # only grammars with zeros come here
+        empty = chart.scale.isinf() & (trusted & possible)[sentence]
+        if chart.allowed is not None:  # the others are meant to be empty
+            empty &= chart.allowed
+        if empty.any():  # only grammars with zeros come here
             trusted = trusted.index_fill(0, sentence[_lost_rows(chart, tables, emissions)], False)
 
         believed = trusted & (top_sums > 0)
@@ -290,7 +303,9 @@ class _ScaledInside(torch.autograd.Function):
                 wide_root, chart.leaves, chart.beta, chart.scale, chart.split_scale, derivatives.values,
                 derivatives.leaves, top_rows, top_sums, believed,
             )  # fmt: skip
-            ctx.layout, ctx.precision, ctx.rows_of_splits = layout, precision, chart.rows_of_splits
+            ctx.layout, ctx.precision, ctx.allowed, ctx.rows_of_splits = (
+                layout, precision, chart.allowed, chart.rows_of_splits,
+            )  # fmt: skip
             ctx.gradient_types = [gradient_type(tensor) for tensor in (root, pairs, emissions)]
         results = layout.unsort(log_z.to(compute)), layout.unsort(trusted), posterior, before_word
         ctx.mark_non_differentiable(*results[1:])
@@ -314,8 +329,8 @@ class _ScaledInside(torch.autograd.Function):
         of_words, of_spans, of_all = slice(0, words), slice(words, None), slice(None)
         leaves, beta = cleared(leaves, of_words), cleared(beta, of_spans)
         chart = _Chart(
-            layout, leaves, beta, cleared(scale, of_all), cleared(split_scale, of_all), ctx.rows_of_splits,
-            splits_kept=MOST_SPLITS_KEPT,
+            layout, leaves, beta, cleared(scale, of_all), cleared(split_scale, of_all), ctx.allowed,
+            ctx.rows_of_splits, splits_kept=MOST_SPLITS_KEPT,
         )  # fmt: skip
         weighted = cleared(d_values * gradient[sentence[words:], None], of_spans)
         d_tables: dict[str, Tensor] = {}
@@ -345,4 +360,4 @@ class _ScaledInside(torch.autograd.Function):
             d_leaf_rows[one_word] += (per_sentence[longer:, None] * root[n:]).to(compute)
         d_emissions = torch.empty_like(d_leaf_rows)
         d_emissions[torch.from_numpy(layout.leaf_word).to(device)] = d_leaf_rows * leaves
-        return (*map(finite, (d_root, d_pairs, d_emissions), ctx.gradient_types), None, None)
+        return (*map(finite, (d_root, d_pairs, d_emissions), ctx.gradient_types), None, None, None)

@@ -88,7 +88,6 @@ class NeuralPCFG(nn.Module):
 
 class NPCFG(PCFGFamily):
     name, section = "n_pcfg", NPCFGSection
-    takes_brackets = False
 
     def build(
         self, model: NPCFGSection, words: Sequence[str], seed: int, text: EncodedText | None = None
