@@ -1,4 +1,4 @@
-"""PCFGs with rules over pairs of children: against enumeration, simple PCFGs and log space, and through the commands."""
+"""PCFGs with rules over pairs of children: against enumeration, simple PCFGs, log space; and through the commands."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import processes
 from command_line import lm_pcfg
 from flash_inside import Rules, Statistics, dense
 from flash_inside.dense import PairRules, scaled
+from flash_inside.precision import largest_gradient
 from grammars import bracketings, crosses, random_emissions, random_rules
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import families
@@ -130,6 +131,7 @@ def test_gradients(root):
                 PairRules(root, pairs), words, lengths, "fp64", limits=own
             ),
             inputs,
+            fast_mode=of_brackets is not None,
         )
 
 
@@ -166,16 +168,16 @@ def test_extreme_rules_equal_log_space(spread):
         torch.testing.assert_close(found[there].double(), truth[there], rtol=1e-6, atol=1e-5)
         found[there].sum().backward()
         truth[there].sum().backward()
-        # Expected counts: the derivatives by logarithms
+        # Expected counts: the derivatives by logarithms, where that by a probability of 1e-40 is not too large for fp32
         for one, other in zip(inputs[:2], wide[:2], strict=True):
-            counts, true_counts = one.grad.double() * one.double(), other.grad * other
+            held = other.grad < largest_gradient(torch.float32) / 8
+            counts, true_counts = ((t.grad.double() * t.detach().double())[held] for t in (one, other))
             assert (counts - true_counts).norm() <= 1e-5 * true_counts.norm() + 1e-12
         torch.testing.assert_close(inputs[2].grad.double(), wide[2].grad, rtol=0, atol=1e-5)
         tables = dense.span_marginals(rules, emissions, lengths)
-        for table, spans in zip(
-            tables, dense.span_marginals(PairRules(*map(torch.detach, wide[:2])), wide[2], lengths, "fp64", "reference"),
-            strict=True,
-        ):  # fmt: skip
+        wide_rules = PairRules(*(tensor.double() for tensor in rules))
+        true_tables = dense.span_marginals(wide_rules, emissions.double(), lengths, "fp64", "reference")
+        for table, spans in zip(tables, true_tables, strict=True):
             torch.testing.assert_close(table.double(), spans, rtol=0, atol=1e-5)
     assert statistics.sentences == 32
     assert (statistics.recomputed > 0) == (spread > 10)
@@ -253,7 +255,7 @@ def test_rules_are_their_definition():
 
 
 def test_gradients_reach_every_weight():
-    model = make_model()
+    model = make_model(dimension=8, init="normal(1, 1)")
     words, lengths = torch.tensor([0, 2, 1, 2, 0, 1, 1]), [4, 1, 2]
     names, values = zip(*model.named_parameters(), strict=True)
 
