@@ -55,6 +55,13 @@ def test_the_papers_hyper_parameters():
     assert (settings.training.epochs, settings.evaluation.patience) == (30, 5)
 
 
+def test_the_papers_n_pcfg():
+    settings = load_settings(CONFIGS / "paper" / "ptb_lm_n_pcfg_128.yaml")
+    model, optimizer = settings.model, settings.optimizer
+    assert (model.nonterminals, model.preterminals, model.dimension, model.root) == (128, 256, 256, "nonterminals")
+    assert (optimizer.learning_rate, settings.batch.sentences, settings.training.epochs) == (1e-3, 4, 10)
+
+
 @pytest.mark.parametrize(("file", "sizes"), [
     ("ptb_lm_rank_4096", (4096, 8192, 4096, 512)),
     ("ptb_lm_rank_8192", (8192, 16384, 4096, 512)),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.dense import DenseGrammar
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.grammar.markov import HiddenMarkovModel
 
@@ -64,7 +65,7 @@ class Derivations:
             word, node = word + length, node + count
 
 
-def sample_derivations(grammar: Grammar, number: int, *, seed: int, max_length: int) -> Derivations:
+def sample_derivations(grammar: Grammar | DenseGrammar, number: int, *, seed: int, max_length: int) -> Derivations:
     """Draw so many derivations. The same seed draws the same ones.
 
     Rows of probabilities that do not quite sum to 1 (bf16) are normalised for the draw; log-probabilities are those of
@@ -157,7 +158,7 @@ def sample_sequences(
 class _Forest:
     """Trees that grow. A node has a row in the arrays of its level; its parent is given by its number among all."""
 
-    def __init__(self, grammar: Grammar, number: int, random: np.random.Generator, max_length: int):
+    def __init__(self, grammar: Grammar | DenseGrammar, number: int, random: np.random.Generator, max_length: int):
         self.grammar, self.number, self.random, self.max_length = grammar, number, random, max_length
         self.n = grammar.rules.nonterminals
         self.log_probability = np.zeros(number)
@@ -182,13 +183,21 @@ class _Forest:
             parent = before + np.flatnonzero(inner)
             before += len(label)
             sample, above = sample[inner], label[inner]
-            label = np.concatenate([
-                self._draw(rule.__getitem__, above, rule.shape[1], sample)
-                for rule in (self.grammar.left, self.grammar.right)
-            ])  # fmt: skip
+            label = self._children(above, sample)
             sample, parent = np.tile(sample, 2), np.tile(parent, 2)  # all left children, then all right ones
             levels.append((sample, label, parent))
         return self._derivations(levels)
+
+    def _children(self, above: np.ndarray, sample: np.ndarray) -> np.ndarray:
+        """Draw the children of some nonterminals: all left ones, then all right ones."""
+        grammar = self.grammar
+        if isinstance(grammar, DenseGrammar):
+            size = grammar.pairs.shape[2]
+            drawn = self._draw(lambda rows: grammar.pairs[rows].flatten(1), above, size**2, sample)
+            return np.concatenate(np.divmod(drawn, size))
+        return np.concatenate([
+            self._draw(rule.__getitem__, above, rule.shape[1], sample) for rule in (grammar.left, grammar.right)
+        ])  # fmt: skip
 
     def _draw(
         self, table: Callable[[Tensor], Tensor], rows: np.ndarray, options: int, sample: np.ndarray

@@ -27,7 +27,7 @@ NO_TREE = Tree((), (), ())
 class Parser(NamedTuple):
     """A grammar that makes trees, with its vocabulary."""
 
-    grammar: Any  # a distribution with `span_marginals` and `viterbi`
+    grammar: Any  # a distribution with `span_marginals` and perhaps `viterbi` and `sample_trees`
     vocabulary: AnyVocabulary
     precision: str = "fp32"
     backend: str = "auto"
@@ -36,6 +36,11 @@ class Parser(NamedTuple):
         """Refuse a model of a family without trees."""
         if not hasattr(self.grammar, "span_marginals"):
             raise UserError(f"a {type(self.grammar).__name__} has no trees: parsing needs a model with a grammar")
+
+    def check_has(self, method: str, what: str) -> None:
+        """Refuse a grammar that lacks a method for trees."""
+        if not hasattr(self.grammar, method):
+            raise UserError(f"a {type(self.grammar).__name__} has no {what}; its trees are those of parse --method mbr")
 
     def encode(self, lines: Sequence[str]) -> Encoded:
         """Encode the lines of which the vocabulary makes anything, and find where the words of each stand."""
@@ -80,6 +85,7 @@ class Parser(NamedTuple):
 
     def best_trees(self, lines: Sequence[str]) -> list[Tree]:
         """Return Viterbi's tree of every line, with symbols as labels; as `mbr_trees` where there is none."""
+        self.check_has("viterbi", "Viterbi trees")
         trees = [one_word_tree(words) if len(words := tuple(line.split())) == 1 else NO_TREE for line in lines]
         encoded = self.encode(lines)
         if encoded.lines:

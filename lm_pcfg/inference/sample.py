@@ -12,6 +12,7 @@ import torch
 from lm_pcfg.corpus.pieces import PieceVocabulary
 from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.dense import DenseGrammar
 from lm_pcfg.grammar.generation import Derivation, sample_derivations, sample_sequences
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.grammar.markov import HiddenMarkovModel
@@ -71,7 +72,7 @@ def draw_samples(
     if number < 0 or max_length < 1 or seed < 0:
         raise UserError(f"{number} samples of at most {max_length} words with seed {seed} cannot be drawn")
     for one in mixture:
-        if not isinstance(one.grammar, Grammar | HiddenMarkovModel):
+        if not isinstance(one.grammar, Grammar | DenseGrammar | HiddenMarkovModel):
             raise UserError(f"{one.checkpoint}: a model of family {one.settings.model.family} cannot be sampled")
     for block, start in enumerate(range(0, number, AT_A_TIME)):
         count = min(AT_A_TIME, number - start)
@@ -125,6 +126,7 @@ def posterior_trees(
     """Draw trees of every line from p(tree | line); none where it has none."""
     parser = Parser(trained.grammar, trained.vocabulary)
     parser.check()
+    parser.check_has("sample_trees", "trees drawn for given sentences")
     results: list[list[ScoredTree]] = [[] for _ in lines]
     encoded = parser.encode(lines)
     if encoded.lines:

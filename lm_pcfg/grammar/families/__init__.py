@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # it imports torch
 
 #: Family -> the file that has it, as a variable `FAMILY`.
 BUILT_IN = {
+    "n_pcfg": "lm_pcfg.grammar.families.n_pcfg",
     "rank_pcfg": "lm_pcfg.grammar.families.rank_pcfg",
     "sn_pcfg": "lm_pcfg.grammar.families.sn_pcfg",
     "tables": "lm_pcfg.grammar.families.tables",

@@ -108,6 +108,19 @@ class TNPCFGSection(RankPCFGSection):
     dimension: Count = setting(256, "dimension of the embeddings and networks")
 
 
+class NPCFGSection(PCFGSection):
+    dimension: Count = setting(256, "dimension of the embeddings and networks")
+    init: InitField = setting(
+        Init("xavier_uniform"), "xavier_normal, xavier_uniform, or standard deviations: normal(symbols, words)"
+    )
+
+    @check(mode="after")
+    def _tables(self) -> NPCFGSection:
+        if self.init.scheme == "contexts":
+            raise ValueError("init: contexts belongs to family sn_pcfg; use normal(symbols, words)")
+        return self
+
+
 class TablesSection(PCFGSection):
     init: InitField = setting(Init(), "normal(symbols, words): standard deviations of the logits; by default 1 and 1")
 
@@ -150,6 +163,7 @@ class RankHMMSection(HMMSection):
 
 #: Families whose settings are here; those of other families are in their files.
 SECTIONS: dict[str, type[ModelSection]] = {
+    "n_pcfg": NPCFGSection,
     "rank_pcfg": RankPCFGSection,
     "sn_pcfg": SNPCFGSection,
     "tables": TablesSection,

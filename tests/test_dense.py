@@ -1,0 +1,389 @@
+"""PCFGs with rules over pairs of children: against enumeration, simple PCFGs, log space; and through the commands."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.func import functional_call
+
+import flash_inside
+import processes
+from command_line import lm_pcfg
+from flash_inside import Rules, Statistics, dense
+from flash_inside.dense import PairRules, scaled
+from flash_inside.precision import largest_gradient
+from grammars import bracketings, crosses, random_emissions, random_rules
+from lm_pcfg.errors import UserError
+from lm_pcfg.grammar import families
+from lm_pcfg.grammar.computation import EXACT, backward_through
+from lm_pcfg.grammar.dense import DenseGrammar
+from lm_pcfg.grammar.emission import Emission
+from lm_pcfg.grammar.generation import sample_derivations
+from lm_pcfg.grammar.grammar import Grammar
+from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage.metrics_file import read_metrics
+from test_brackets import packed_limits, some_brackets
+from test_sampling import chi_squared
+from texts import write_config
+
+BACKENDS = ["torch", "reference"]
+LENGTHS = [3, 1, 5, 2, 4, 5]
+
+
+def pair_rules(n, p, *, root="all", spread=1.0, seed=0, dtype=torch.float64) -> PairRules:
+    """Softmax of normal logits over all pairs: left and right children depend on each other."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, (n + p) ** 2, dtype=torch.float64, generator=generator) * spread
+    roots = torch.randn(n + p if root == "all" else n, dtype=torch.float64, generator=generator) * spread
+    return PairRules(roots.softmax(0), logits.softmax(1).view(n, n + p, n + p).to(dtype))
+
+
+def paired(rules: Rules) -> PairRules:
+    """T = left x right."""
+    return PairRules(rules.root, rules.left[:, :, None] * rules.right[:, None, :])
+
+
+def enumerated(rules: PairRules, emissions, brackets=()) -> tuple[float, np.ndarray]:
+    """Probability of a sentence and the posterior of every span, from a list of all labelled trees."""
+    root, pairs, words = rules.root.numpy(), rules.pairs.numpy(), emissions.exp().numpy()
+    n, p, length = rules.nonterminals, rules.preterminals, len(words)
+    mass = np.zeros((length + 1, length + 1))
+    if length == 1:
+        mass[0, 1] = sum(root[n + tag] * words[0, tag] for tag in range(p)) if len(root) > n else 0.0
+    for tree in bracketings(0, length) if length > 1 else ():
+        inner = [parent for parent, _, _ in tree]
+        spans = [*inner, *((i, i + 1) for i in range(length))]
+        if any(crosses(span, bracket) for span in spans for bracket in brackets):
+            continue
+        for labels in itertools.product(*([range(n)] * len(inner) + [range(n, n + p)] * length)):
+            label = dict(zip(spans, labels, strict=True))
+            probability = root[label[0, length]]
+            for parent, left, right in tree:
+                probability *= pairs[label[parent], label[left], label[right]]
+            for i in range(length):
+                probability *= words[i, label[i, i + 1] - n]
+            for i, j in spans:
+                mass[i, j] += probability
+    total = mass[0, length]
+    return total, mass / total if total else mass
+
+
+# ---- the algorithm --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("root", ["all", "nonterminals"])
+def test_equals_enumeration_of_all_labelled_trees(root, backend):
+    rules, emissions = pair_rules(2, 2, root=root, spread=2.0), random_emissions(sum(LENGTHS), 2)
+    brackets = [some_brackets(length, seed) for seed, length in enumerate(LENGTHS)]
+    log_z = dense.inside(rules, emissions, LENGTHS, "fp64", backend)
+    within = dense.inside(rules, emissions, LENGTHS, "fp64", backend, limits=packed_limits(brackets, LENGTHS))
+    tables = dense.span_marginals(rules, emissions, LENGTHS, "fp64", backend)
+    for b, words in enumerate(emissions.split(LENGTHS)):
+        total, spans = enumerated(rules, words)
+        assert log_z[b].exp().item() == pytest.approx(total, rel=1e-12)
+        np.testing.assert_allclose(tables[b].numpy(), spans, atol=1e-12)
+        assert within[b].exp().item() == pytest.approx(enumerated(rules, words, brackets[b])[0], rel=1e-12)
+    assert (log_z[1] == float("-inf")) == (root == "nonterminals")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equals_the_simple_pcfg_where_rules_factor(backend):
+    lengths = [9, 1, 4, 12, 2]
+    rules, emissions = random_rules(4, 5, seed=3), random_emissions(sum(lengths), 5)
+    simple = [tensor.clone().requires_grad_() for tensor in (*rules, emissions)]
+    factors = [tensor.clone().requires_grad_() for tensor in (*rules, emissions)]
+    expected = flash_inside.inside(Rules(*simple[:3]), simple[3], lengths, "fp64")
+    found = dense.inside(paired(Rules(*factors[:3])), factors[3], lengths, "fp64", backend)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    weights = torch.arange(1.0, 6.0, dtype=torch.float64)
+    for log_z in (expected, found):
+        (log_z * weights).sum().backward()
+    for one, other in zip(simple, factors, strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-14)
+    for one, other in zip(
+        flash_inside.span_marginals(rules, emissions, lengths, "fp64"),
+        dense.span_marginals(paired(rules), emissions, lengths, "fp64", backend), strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+    for one, other in zip(
+        flash_inside.last_siblings(rules, emissions, lengths), dense.last_siblings(paired(rules), emissions, lengths),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("root", ["all", "nonterminals"])
+def test_gradients(root):
+    lengths = [4, 1, 3, 2] if root == "all" else [4, 3, 2]
+    limits = packed_limits([[(1, 3)], *([[]] * (len(lengths) - 1))], lengths)
+    inputs = [*pair_rules(2, 3, root=root), random_emissions(sum(lengths), 3)]
+    inputs = [tensor.clone().requires_grad_() for tensor in inputs]
+    for of_brackets in (None, limits):
+        assert torch.autograd.gradcheck(
+            lambda root, pairs, words, own=of_brackets: dense.inside(
+                PairRules(root, pairs), words, lengths, "fp64", limits=own
+            ),
+            inputs,
+            fast_mode=of_brackets is not None,
+        )
+
+
+def test_blocks_of_spans_change_nothing(monkeypatch):
+    lengths = [7, 3, 1, 6]
+    rules, emissions = pair_rules(3, 4), random_emissions(sum(lengths), 4)
+
+    def results():
+        inputs = [tensor.clone().requires_grad_() for tensor in (*rules, emissions)]
+        log_z = dense.inside(PairRules(*inputs[:2]), inputs[2], lengths, "fp64")
+        return [log_z, *torch.autograd.grad(log_z.sum(), inputs)]
+
+    whole = results()
+    monkeypatch.setattr(scaled, "LARGEST_BLOCK", 32)
+    monkeypatch.setattr(scaled, "MOST_SPLITS_KEPT", 10)
+    for one, other in zip(whole, results(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("spread", [10.0, 30.0, 300.0])
+def test_extreme_rules_equal_log_space(spread):
+    """Those that leave fp32 are computed again, and of those of spread 300 some leave fp64, too."""
+    statistics, n, p = Statistics(), 4, 6
+    for seed in range(4):
+        rules = pair_rules(n, p, spread=spread, seed=seed, dtype=torch.float32)
+        lengths = [7, 1, 4, 10, 2, 5, 8, 3]
+        emissions = random_emissions(sum(lengths), p, spread=spread, seed=seed, dtype=torch.float32)
+        inputs = [tensor.clone().requires_grad_() for tensor in (*rules, emissions)]
+        found = dense.inside(PairRules(*inputs[:2]), inputs[2], lengths, "fp32", statistics=statistics)
+        wide = [tensor.double().clone().requires_grad_() for tensor in (*rules, emissions)]
+        truth = dense.inside(PairRules(*wide[:2]), wide[2], lengths, "fp64", "reference")
+        assert torch.equal(found.isinf(), truth.isinf())
+        there = truth.isfinite()
+        torch.testing.assert_close(found[there].double(), truth[there], rtol=1e-6, atol=1e-5)
+        found[there].sum().backward()
+        truth[there].sum().backward()
+        # Expected counts: the derivatives by logarithms, where that by a probability of 1e-40 is not too large for fp32
+        for one, other in zip(inputs[:2], wide[:2], strict=True):
+            held = other.grad < largest_gradient(torch.float32) / 8
+            counts, true_counts = ((t.grad.double() * t.detach().double())[held] for t in (one, other))
+            assert (counts - true_counts).norm() <= 1e-5 * true_counts.norm() + 1e-12
+        torch.testing.assert_close(inputs[2].grad.double(), wide[2].grad, rtol=0, atol=1e-5)
+        tables = dense.span_marginals(rules, emissions, lengths)
+        wide_rules = PairRules(*(tensor.double() for tensor in rules))
+        true_tables = dense.span_marginals(wide_rules, emissions.double(), lengths, "fp64", "reference")
+        for table, spans in zip(tables, true_tables, strict=True):
+            torch.testing.assert_close(table.double(), spans, rtol=0, atol=1e-5)
+    assert statistics.sentences == 32
+    assert (statistics.recomputed > 0) == (spread > 10)
+    assert (statistics.recomputed_in_log_space > 0) == (spread > 100)
+
+
+def test_a_row_that_is_lost_as_a_whole_is_noticed():
+    """Three words, two trees. The better one has words 0 and 1 as a span, whose only value is 1e-50: 0 in fp32.
+
+    The other tree survives, and no derivative tells.
+    """
+    n, p = 3, 5
+    pairs, root = torch.zeros(n, n + p, n + p), torch.zeros(n, dtype=torch.float64)
+    root[0] = 1.0
+    pairs[0, 1, n + 2], pairs[1, n + 0, n + 1] = 0.5, 1e-20
+    pairs[0, n + 3, 2], pairs[2, n + 4, n + 2] = 1e-27, 1e-24
+    words = torch.full((3, p), float("-inf"))
+    words[0, 3] = words[1, 4] = words[2, 2] = 0.0
+    words[0, 0] = words[1, 1] = math.log(1e-15)
+    statistics = Statistics()
+    found = dense.inside(PairRules(root, pairs), words, [3], statistics=statistics)
+    assert found.item() == pytest.approx(math.log(0.5e-50 + 1e-51), rel=1e-6)
+    assert statistics.recomputed == 1
+    assert not dense.inside_unchecked(PairRules(root, pairs), words, [3])[1].any()
+
+
+def test_impossible_sentences_and_nan():
+    rules, emissions = pair_rules(2, 3), random_emissions(7, 3)
+    emissions[1] = float("-inf")
+    inputs = [tensor.clone().requires_grad_() for tensor in (*rules, emissions)]
+    statistics = Statistics()
+    log_z = dense.inside(PairRules(*inputs[:2]), inputs[2], [3, 4], statistics=statistics)
+    assert log_z[0] == float("-inf")
+    assert statistics.recomputed == 0
+    gradients = torch.autograd.grad(log_z.sum(), inputs)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not gradients[2][:3].any()
+    broken = rules.pairs.clone()
+    broken[0, 0, 0] = math.nan
+    assert dense.inside(PairRules(rules.root, broken), emissions, [3, 4])[1].isnan()
+    assert dense.inside(rules, emissions[:0], []).shape == (0,)
+
+
+def test_what_cannot_be_meant_is_refused():
+    rules, emissions = pair_rules(2, 3), random_emissions(7, 3)
+    for arguments, message in (
+        ((rules, emissions[:, :2], [7]), r"emissions must be \[7, 3\]"),
+        ((PairRules(rules.root, rules.pairs[:, :, :3]), emissions, [7]), r"pairs \[N, N\+P, N\+P\]"),
+        ((rules, emissions, [7], "fp32", "triton"), "no dense inside algorithm"),
+        ((rules, emissions, [7], "bf16", "reference"), "fp64 or fp32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dense.inside(*arguments)
+
+
+# ---- the family -----------------------------------------------------------------------------------------------------
+
+
+def make_model(*, words=4, seed=0, **changes):
+    family = families.get("n_pcfg")
+    sizes = {"nonterminals": 2, "preterminals": 3, "dimension": 3, "init": "normal(2, 1)"}
+    return family.build(family.section(family="n_pcfg", **(sizes | changes)), ["w"] * words, seed).double()
+
+
+def test_rules_are_their_definition():
+    model = make_model()
+    with torch.no_grad():
+        grammar = model(EXACT)
+    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    logits = weights["symbols"][:2] @ weights["pairs.weight"].T + weights["pairs.bias"]
+    powers = np.exp(logits)
+    expected = (powers / powers.sum(1, keepdims=True)).reshape(2, 5, 5)
+    np.testing.assert_allclose(grammar.pairs.numpy(), expected, rtol=1e-12)
+    assert grammar.root.sum().item() == pytest.approx(1.0)
+
+
+def test_gradients_reach_every_weight():
+    model = make_model(dimension=8, init="normal(1, 1)")
+    words, lengths = torch.tensor([0, 2, 1, 2, 0, 1, 1]), [4, 1, 2]
+    names, values = zip(*model.named_parameters(), strict=True)
+
+    def log_z(*tensors):
+        grammar = functional_call(model, dict(zip(names, tensors, strict=True)), ())
+        return grammar.log_likelihood(words, lengths, precision="fp64")
+
+    assert torch.autograd.gradcheck(log_z, values, fast_mode=True)
+    grammar = model(EXACT)
+    leaves = grammar.detached()
+    leaves.log_likelihood(words, lengths, precision="fp64").sum().backward()
+    backward_through(grammar, leaves).backward()
+    for value, gradient in zip(values, torch.autograd.grad(log_z(*values).sum(), values), strict=True):
+        assert gradient.any()
+        torch.testing.assert_close(value.grad, gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_dropout_renormalises_over_what_is_kept():
+    settings = {"nonterminals": 4, "preterminals": 6, "state_dropout": 0.5}
+    model, family = make_model(**settings), families.get("n_pcfg")
+    section = family.section(family="n_pcfg", **settings)
+    dropout = family.dropout(section, seed=1, step=2, total_steps=9)
+    with torch.no_grad():
+        whole, part = model(EXACT), model(EXACT._replace(dropout=dropout))
+    nonterminals, preterminals = dropout.kept
+    both = torch.cat((nonterminals, preterminals + 4))
+    share = whole.pairs[nonterminals][:, both][:, :, both]
+    torch.testing.assert_close(part.pairs, share / share.sum((1, 2), keepdim=True))
+    assert part.root.sum().item() == pytest.approx(1.0)
+    words = torch.tensor([0, 3])
+    expected = whole.emission.log_probabilities(words)[:, preterminals]
+    torch.testing.assert_close(part.emission.log_probabilities(words), expected)
+
+
+def test_strings_and_samples_have_the_same_probabilities():
+    with torch.no_grad():
+        grammar = make_model(words=2, preterminals=5, init="normal(1, 1)")(EXACT)
+    longest, found = 6, {}
+    for length in range(1, longest + 1):
+        strings = list(itertools.product(range(2), repeat=length))
+        log_p = grammar.log_likelihood(torch.tensor(strings).flatten(), [length] * len(strings), precision="fp64")
+        found |= dict(zip(strings, log_p.exp().tolist(), strict=True))
+    mass = np.zeros((201, 7))  # of a symbol's strings of a length, from T alone
+    mass[1, 2:] = 1.0
+    for length in range(2, 201):
+        pairs = sum(np.outer(mass[k], mass[length - k]) for k in range(1, length))
+        mass[length, :2] = np.einsum("abc,bc->a", grammar.pairs.numpy(), pairs)
+    masses = mass @ grammar.root.numpy()
+    assert sum(found.values()) == pytest.approx(masses[: longest + 1].sum(), rel=1e-10)
+    assert masses.sum() == pytest.approx(grammar.describe(thorough=True)["grammar/mass_of_finite_strings"], abs=1e-6)
+    samples = sample_derivations(grammar, 10_000, seed=3, max_length=longest)
+    drawn = Counter("cut" if sample.cut else tuple(sample.words) for sample in samples)
+    assert chi_squared(drawn, found | {"cut": 1 - sum(found.values())}) > 0.001
+
+
+def test_figures_are_those_of_the_simple_grammar_where_rules_factor():
+    rules = random_rules(3, 8, seed=2)
+    emission = Emission.of(torch.randn(8, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64))
+    simple = Grammar(*rules, emission).describe(thorough=True)
+    found = DenseGrammar(*paired(rules), emission).describe(thorough=True)
+    assert {name: found[name] for name in simple} == pytest.approx(simple, rel=1e-9)
+    assert found["entropy/pairs"] == pytest.approx(simple["entropy/left"] + simple["entropy/right"])
+
+
+def test_there_are_no_triton_kernels():
+    with torch.no_grad(), pytest.raises(UserError, match="no Triton kernels"):
+        make_model()(EXACT).log_likelihood(torch.tensor([0, 1]), [2], backend="triton")
+
+
+# ---- through the commands -------------------------------------------------------------------------------------------
+
+
+def ran(folder, *arguments, text=b""):
+    result = lm_pcfg(*arguments, cwd=folder, text=text)
+    assert result.returncode == 0, result.stderr.decode()
+    return result.stdout.decode()
+
+
+def refusal(folder, *arguments):
+    result = lm_pcfg(*arguments, cwd=folder)
+    assert result.returncode == 1
+    assert result.stderr.decode().count("\n") == 1
+    return result.stderr.decode()
+
+
+@pytest.mark.parametrize("eos", ["implicit", "explicit"])
+def test_through_the_commands(eos, tmp_path):
+    model = {"family": "n_pcfg", "state_dropout": 0.2, "eos": eos}
+    write_config(tmp_path, "n", model=model, training={"max_steps": 6, "log_every": 1})
+    ran(tmp_path, "train", "--config", "n.yaml", "name=whole")
+    for steps in (2, 6):
+        ran(tmp_path, "train", "--config", "n.yaml", "name=parts", "resume=auto", f"training.max_steps={steps}")
+    ends = [checkpoint.latest(tmp_path / "runs" / name) for name in ("whole", "parts")]
+    assert {end.name for end in ends} == {"step-00000006"}
+    whole, parts = (checkpoint.load(end, with_optimizer=True) for end in ends)
+    for of_whole, of_parts in ((whole.model, parts.model), (whole.optimizer, parts.optimizer)):
+        assert all(torch.equal(tensor, of_parts[name]) for name, tensor in of_whole.items())
+    losses = [
+        line["train/loss"] for line in read_metrics(tmp_path / "runs/whole/metrics.jsonl") if "train/loss" in line
+    ]
+    assert len(losses) == 6
+    assert np.isfinite(losses).all()
+
+    here = ("--checkpoint", "runs/whole")
+    report = json.loads(ran(tmp_path, "score", "valid.txt", *here, "--json"))
+    assert report["lines"] == 12
+    assert math.isfinite(report["nll"])
+    assert ran(tmp_path, "parse", "-", *here, text=b"the cat sees a dog\n").startswith("(X")
+    (tmp_path / "gold.mrg").write_text("(S (NP (DT the) (NN cat)) (VP (VBZ sees) (NP (DT a) (NN dog))))\n")
+    assert 0 <= json.loads(ran(tmp_path, "evaluate", "gold.mrg", *here, "--json"))["s_f1"] <= 100
+    if eos == "implicit":
+        assert ran(tmp_path, "sample", "-n", "20", *here).strip()
+        assert ran(tmp_path, "sample", "-n", "20", "--trees", *here).startswith("(N")
+        assert json.loads(ran(tmp_path, "info", *here, "--json"))["family"] == "n_pcfg"
+        assert "has no Viterbi trees" in refusal(tmp_path, "parse", "valid.txt", *here, "--method", "viterbi")
+        assert "no trees drawn for given" in refusal(tmp_path, "sample", "--posterior", "valid.txt", *here)
+        assert "use normal(symbols, words)" in refusal(
+            tmp_path, "train", "--config", "n.yaml", "model.init=contexts(1, 1)"
+        )
+
+
+@pytest.mark.long
+def test_two_processes_are_one_with_twice_the_batches(tmp_path):
+    config = write_config(tmp_path, "n", model={"family": "n_pcfg"}, batch={"sentences": 4}, training={"max_steps": 6})
+    train = ["-m", "lm_pcfg", "train", "--config", str(config)]
+    processes.run_ranks(2, [*train, "name=two"])
+    processes.run_ranks(1, [*train, "name=one", "batch.accumulate=2"])
+    one, two = (checkpoint.load(checkpoint.latest(tmp_path / "runs" / name), with_optimizer=False)
+                for name in ("one", "two"))  # fmt: skip
+    for key, tensor in one.model.items():
+        torch.testing.assert_close(tensor, two.model[key])
