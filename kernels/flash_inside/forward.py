@@ -38,7 +38,7 @@ from flash_inside.precision import (
     product,
     upcast,
 )
-from flash_inside.recomputation import Statistics, _doubtful, _take
+from flash_inside.recomputation import Statistics, doubtful, take
 from flash_inside.reference import log_matmul, log_sum_exp, safe_log
 from flash_inside.rules import check_lengths
 from flash_inside.scaled import leaf_values
@@ -172,8 +172,8 @@ def _checked(
     chain: Chain, emissions: Tensor, lengths: list[int], precision: str, statistics: Statistics | None
 ) -> Tensor:
     log_z, trusted = _scaled(chain, emissions, lengths, precision)
-    if sentences := _doubtful(trusted):
-        words, their_lengths = _take(emissions, lengths, sentences, precision, statistics)
+    if sentences := doubtful(trusted):
+        words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
         if precision == "fp64":
             again = in_log_space(chain, words, their_lengths)
         else:

@@ -59,8 +59,8 @@ def inside(
 ) -> Tensor:
     """Return log Z of every sentence, differentiable: [B]."""
     log_z, trusted, _ = first_pass(rules, emissions, lengths, precision, backend, limits=limits)
-    for sentences in _one_word_and_others(_doubtful(trusted), lengths):
-        words, their_lengths = _take(emissions, lengths, sentences, precision, statistics)
+    for sentences in _one_word_and_others(doubtful(trusted), lengths):
+        words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
         their_limits = None if limits is None else taken(limits, lengths, sentences)
         if their_lengths[0] == 1:
             again = reference.one_word_inside(rules.root, words, rules.nonterminals)
@@ -82,8 +82,8 @@ def span_marginals(
     layout = Layout(lengths)
     result = first_pass(rules, emissions, lengths, precision, backend, layout)
     tables = layout.square_tables(result.posterior)
-    if sentences := _doubtful(result.trusted):
-        words, their_lengths = _take(emissions, lengths, sentences, precision, statistics)
+    if sentences := doubtful(result.trusted):
+        words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
         if precision == "fp64":
             again = reference.span_marginals(rules, words, their_lengths)
         else:
@@ -93,7 +93,7 @@ def span_marginals(
     return tables
 
 
-def _doubtful(trusted: Tensor) -> list[int]:
+def doubtful(trusted: Tensor) -> list[int]:
     """Return the numbers of the sentences to recompute: the one place where the host waits for the device."""
     return [sentence for sentence, good in enumerate(trusted.tolist()) if not good]
 
@@ -105,7 +105,7 @@ def _one_word_and_others(sentences: list[int], lengths: list[int]) -> list[list[
     return [part for part in parts if part]
 
 
-def _take(
+def take(
     emissions: Tensor, lengths: list[int], sentences: Sequence[int], precision: str, statistics: Statistics | None
 ) -> tuple[Tensor, list[int]]:
     """Return emissions and lengths of some sentences, and count these as recomputed."""

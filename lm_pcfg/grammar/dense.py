@@ -83,7 +83,8 @@ class DenseGrammar(NamedTuple):
         """The same values as leaves of a new graph, on which micro-batches accumulate their gradients."""
         root, pairs, *of_emission = (tensor.detach().requires_grad_() for tensor in self.tensors)
         features, embeddings, normalizers = of_emission
-        return DenseGrammar(root, pairs, Emission(features, embeddings, normalizers, self.emission.precision))
+        emission = self.emission._replace(features=features, embeddings=embeddings, log_normalizers=normalizers)
+        return DenseGrammar(root, pairs, emission)
 
     @property
     def warning(self) -> str | None:

@@ -14,7 +14,7 @@ from flash_inside.dense.reference import PairRules
 from flash_inside.devices import chart_memory, check_memory
 from flash_inside.packing import Layout, taken
 from flash_inside.precision import check_precision, upcast
-from flash_inside.recomputation import Statistics, _doubtful, _one_word_and_others, _take
+from flash_inside.recomputation import Statistics, _one_word_and_others, doubtful, take
 from flash_inside.reference import one_word_inside
 from flash_inside.rules import check_lengths
 
@@ -110,8 +110,8 @@ def _posteriors(
     layout = Layout(lengths)
     _, trusted, *of_rows = _first_pass(rules, emissions, lengths, precision, layout)
     tables = list(zip(*(layout.square_tables(values) for values in of_rows), strict=True))
-    for sentence in _doubtful(trusted):
-        words, length = _take(emissions, lengths, [sentence], precision, statistics)
+    for sentence in doubtful(trusted):
+        words, length = take(emissions, lengths, [sentence], precision, statistics)
         if precision == "fp64":
             (again,) = reference.posteriors(rules, words, length)
         else:
@@ -133,8 +133,8 @@ def _checked(
     limits: np.ndarray | None,
 ) -> Tensor:
     log_z, trusted, *_ = _first_pass(rules, emissions, lengths, precision, limits=limits)
-    for sentences in _one_word_and_others(_doubtful(trusted), lengths):
-        words, their_lengths = _take(emissions, lengths, sentences, precision, statistics)
+    for sentences in _one_word_and_others(doubtful(trusted), lengths):
+        words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
         their_limits = None if limits is None else taken(limits, lengths, sentences)
         if their_lengths[0] == 1:
             again = one_word_inside(rules.root, words, rules.nonterminals)
