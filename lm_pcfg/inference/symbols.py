@@ -29,6 +29,7 @@ from lm_pcfg.corpus.shards.files import is_json, is_parquet
 from lm_pcfg.corpus.text import display_name
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import analysis
+from lm_pcfg.grammar.dense import DenseGrammar
 from lm_pcfg.grammar.emission import Emission
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.grammar.parsing import symbol_name
@@ -204,7 +205,8 @@ def symbols_of(
     """Do as `symbols` for a trained model; one line for the user if its family has no rules."""
     if not isinstance(trained.grammar, Grammar):
         family = trained.settings.model.family
-        raise UserError(f"{trained.checkpoint}: a model of family {family} has no rules, so no symbols can be shown")
+        rules = "rules over pairs of children only" if isinstance(trained.grammar, DenseGrammar) else "no rules"
+        raise UserError(f"{trained.checkpoint}: a model of family {family} has {rules}, so no symbols can be shown")
     return symbols(
         trained.grammar, trained.vocabulary, text=text, name=name, most=most, listed=listed, on_batch=on_batch
     )

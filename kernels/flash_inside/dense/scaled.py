@@ -51,9 +51,8 @@ def inside(
 ) -> Result:
     """Return log marginals in the caller's order. The gradient of a sentence that is not trusted is zero.
 
-    limits: see flash_inside/brackets.py
-
     precision: charts are fp64 for "fp64", else fp32. For "tf32" and "bf16" products are in TF32, where there is TF32.
+    limits: see flash_inside/brackets.py
     """
     return Result(*_ScaledInside.apply(*rules, emissions, layout, precision, limits))
 
