@@ -20,8 +20,8 @@ from torch.nn import functional
 from flash_inside.softmax import log_normalizers, rounded
 
 #: Logit up to which fp32 is exact enough: logits are off by some 3e-7 of the largest. Beyond, all but training
-#: computes in fp64. A training that becomes unstable goes there: with logits of 1e8 the normalisers of fp32 were off by
-#: up to 42, and a validation perplexity meant nothing.
+#: computes in fp64. A training that becomes unstable goes there: with logits of 2e8 some normalisers of fp32 were off
+#: by up to 42 nats.
 LARGEST_OF_FP32 = 1e4
 
 
