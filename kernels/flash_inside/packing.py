@@ -10,7 +10,7 @@ with prefix[b] the words of the earlier sentences, offset[1] = 0, offset[w+1] = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -93,6 +93,35 @@ class Layout:
         for table, sentence in zip(tables, self.order, strict=True):
             result[sentence] = table
         return result
+
+
+class SplitRows:
+    """The rows of the parts of splits on a device, for a block of spans at a time.
+
+    Those of the first widths are kept for the next pass over the chart: up to `most_kept` splits.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, most_kept: int):
+        self.layout, self.device, self.most_kept = layout, device, most_kept
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._count = 0
+
+    def blocks(self, width: int, step: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield blocks of `step` spans of a width: their rows; rows of left parts and of right parts, each [r, k]."""
+        here = self.layout.span_rows(width)
+        spans = here.stop - here.start
+        kept = self._kept.get(width)
+        if kept is None and self._count + spans * (width - 1) <= self.most_kept:
+            self._count += spans * (width - 1)
+            kept = self._kept[width] = self._of(width, slice(0, spans))
+        for start in range(0, spans, step):
+            block = slice(start, min(start + step, spans))
+            left, right = self._of(width, block) if kept is None else (kept[0][block], kept[1][block])
+            yield slice(here.start + block.start, here.start + block.stop), left, right
+
+    def _of(self, width: int, block: slice) -> tuple[Tensor, Tensor]:
+        left, right = self.layout.splits(width, block)
+        return torch.from_numpy(left).to(self.device), torch.from_numpy(right).to(self.device)
 
 
 def taken(packed: np.ndarray, lengths: Sequence[int], sentences: Sequence[int]) -> np.ndarray:

@@ -59,7 +59,7 @@ def inside(
 ) -> Tensor:
     """Return log Z of every sentence, differentiable: [B]."""
     log_z, trusted, _ = first_pass(rules, emissions, lengths, precision, backend, limits=limits)
-    for sentences in _one_word_and_others(doubtful(trusted), lengths):
+    for sentences in one_word_and_others(doubtful(trusted), lengths):
         words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
         their_limits = None if limits is None else taken(limits, lengths, sentences)
         if their_lengths[0] == 1:
@@ -98,7 +98,7 @@ def doubtful(trusted: Tensor) -> list[int]:
     return [sentence for sentence, good in enumerate(trusted.tolist()) if not good]
 
 
-def _one_word_and_others(sentences: list[int], lengths: list[int]) -> list[list[int]]:
+def one_word_and_others(sentences: list[int], lengths: list[int]) -> list[list[int]]:
     """Separate one-word sentences, to which a young grammar gives less than fp32 can hold. Their trees have no rules:
     to convert those of a large grammar to fp64 for them would take gigabytes and a tenth of a second."""
     parts = [[b for b in sentences if (lengths[b] == 1) == one_word] for one_word in (True, False)]

@@ -30,17 +30,23 @@ def inside(
     limits: np.ndarray | None = None,
 ) -> Tensor:
     """Return sentence log marginals [B] in `dtype` (fp64 or fp32). limits: see brackets.py."""
-    span_scores: list[Tensor | None] = [None] * len(lengths)
-    if limits is not None:
-        of_sentences = np.split(limits, np.cumsum(lengths)[:-1])
-        allowed = [torch.from_numpy(allowed_spans(own)).to(emissions.device) for own in of_sentences]
-        span_scores = [torch.where(table, 0.0, NEGATIVE_INFINITY).to(dtype) for table in allowed]
+    span_scores = scores_of_brackets(limits, lengths, emissions.device, dtype)
     scores = [
         _inside_of_sentence(rules.of_sentence(b), words, dtype, span_scores[b])
         for b, words in enumerate(emissions.split(lengths))
     ]
     # Every input stays connected, so that what no tree of the batch uses has a zero gradient and not none.
     return torch.stack(scores) + connection(rules, emissions).to(dtype)
+
+
+def scores_of_brackets(
+    limits: np.ndarray | None, lengths: list[int], device: torch.device, dtype: torch.dtype
+) -> list[Tensor | None]:
+    """Return a table of every sentence to add to log beta: -inf where a span crosses a bracket. None: no limits."""
+    if limits is None:
+        return [None] * len(lengths)
+    allowed = [torch.from_numpy(allowed_spans(own)) for own in np.split(limits, np.cumsum(lengths)[:-1])]
+    return [torch.where(table.to(device), 0.0, NEGATIVE_INFINITY).to(dtype) for table in allowed]
 
 
 def one_word_inside(root: Tensor, words: Tensor, nonterminals: int) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flash_inside.brackets import allowed_rows
-from flash_inside.packing import Layout
+from flash_inside.packing import Layout, SplitRows
 from flash_inside.precision import (
     LARGEST_D_OF_TORCH,
     Format,
@@ -81,9 +81,8 @@ class _Chart:
         if limits is not None:
             self.allowed = torch.from_numpy(allowed_rows(limits, layout)).to(emissions.device)
         self.n = weights.children.shape[1]
-        self._split_rows: dict[int, tuple[Tensor, Tensor]] = {}
-        self._splits_kept = 0
         device, rows = emissions.device, layout.rows
+        self.split_rows = SplitRows(layout, device, MOST_SPLITS_KEPT)
         self.leaf_word = torch.from_numpy(layout.leaf_word).to(device)
         self.eta_zeta = torch.empty(rows, 2, self.n, dtype=precision.storage, device=device)  # eta~, zeta~
         self.largest = torch.empty(rows, 2, 1, dtype=precision.compute, device=device)  # mL, mR
@@ -104,24 +103,12 @@ class _Chart:
 
     def splits(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield blocks of the spans of a width: rows; rows of left parts, of right parts, log scales, each [r, k]."""
-        here = self.layout.span_rows(width)
-        spans, step = here.stop - here.start, max(1, LARGEST_BLOCK // (self.n * (width - 1)))
-        kept = self._split_rows.get(width)  # made in the forward pass, met again in the derivatives
-        if kept is None and self._splits_kept + spans * (width - 1) <= MOST_SPLITS_KEPT:
-            self._splits_kept += spans * (width - 1)
-            kept = self._split_rows[width] = self._rows_of_parts(width, slice(0, spans))
-        for start in range(0, spans, step):
-            block = slice(start, min(start + step, spans))
-            left, right = self._rows_of_parts(width, block) if kept is None else (kept[0][block], kept[1][block])
-            rows = slice(here.start + block.start, here.start + block.stop)
+        step = max(1, LARGEST_BLOCK // (self.n * (width - 1)))
+        for rows, left, right in self.split_rows.blocks(width, step):
             log_scale = self.child_scale[:, 0][left] + self.child_scale[:, 1][right]
             if self.allowed is not None:  # no split of a span that is not allowed counts, so its row is zero
                 log_scale.masked_fill_(~self.allowed[rows, None], float("-inf"))
             yield rows, left, right, log_scale
-
-    def _rows_of_parts(self, width: int, block: slice) -> tuple[Tensor, Tensor]:
-        left, right = self.layout.splits(width, block)
-        return torch.from_numpy(left).to(self.scale.device), torch.from_numpy(right).to(self.scale.device)
 
     def gather(self, rows: Tensor, side: int) -> Tensor:
         """Gather eta~ (side 0) or zeta~ (side 1) of a table of rows: [r, k] -> [r, k, N] in the compute type."""

@@ -14,7 +14,7 @@ from flash_inside.dense.reference import PairRules
 from flash_inside.devices import chart_memory, check_memory
 from flash_inside.packing import Layout, taken
 from flash_inside.precision import check_precision, upcast
-from flash_inside.recomputation import Statistics, _one_word_and_others, doubtful, take
+from flash_inside.recomputation import Statistics, doubtful, one_word_and_others, take
 from flash_inside.reference import one_word_inside
 from flash_inside.rules import check_lengths
 
@@ -133,7 +133,7 @@ def _checked(
     limits: np.ndarray | None,
 ) -> Tensor:
     log_z, trusted, *_ = _first_pass(rules, emissions, lengths, precision, limits=limits)
-    for sentences in _one_word_and_others(doubtful(trusted), lengths):
+    for sentences in one_word_and_others(doubtful(trusted), lengths):
         words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
         their_limits = None if limits is None else taken(limits, lengths, sentences)
         if their_lengths[0] == 1:

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flash_inside.brackets import allowed_spans
 from flash_inside.precision import upcast
-from flash_inside.reference import NEGATIVE_INFINITY, log_matmul, log_sum_exp, safe_log
+from flash_inside.reference import NEGATIVE_INFINITY, log_matmul, log_sum_exp, safe_log, scores_of_brackets
 
 
 class PairRules(NamedTuple):
@@ -64,11 +63,7 @@ def inside(
     limits: np.ndarray | None = None,
 ) -> Tensor:
     """Return sentence log marginals [B] in `dtype` (fp64 or fp32). limits: see flash_inside/brackets.py."""
-    span_scores: list[Tensor | None] = [None] * len(lengths)
-    if limits is not None:
-        of_sentences = np.split(limits, np.cumsum(lengths)[:-1])
-        allowed = [torch.from_numpy(allowed_spans(own)).to(emissions.device) for own in of_sentences]
-        span_scores = [torch.where(table, 0.0, NEGATIVE_INFINITY).to(dtype) for table in allowed]
+    span_scores = scores_of_brackets(limits, lengths, emissions.device, dtype)
     scores = [
         _inside_of_sentence(rules, words, dtype, (own, None))
         for words, own in zip(emissions.split(lengths), span_scores, strict=True)

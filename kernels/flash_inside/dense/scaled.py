@@ -21,7 +21,7 @@ What stays for the backward are beta~ and D_v. The gradient of T is sum_ij D_v[A
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from flash_inside.brackets import allowed_rows
 from flash_inside.dense.reference import PairRules, block_of, kinds_of
-from flash_inside.packing import Layout
+from flash_inside.packing import Layout, SplitRows
 from flash_inside.precision import FORMATS, LARGEST_D_OF_TORCH, finite, gradient_type, matmul_precision
 from flash_inside.scaled import leaf_values
 
@@ -91,8 +91,7 @@ class _Chart:
     scale: Tensor  # [rows] t, fp64; -inf where a row is zero
     split_scale: Tensor  # [rows] s, fp64
     allowed: Tensor | None  # [rows] bool: spans that cross no bracket; None: all of them
-    rows_of_splits: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    splits_kept: int = 0
+    split_rows: SplitRows
 
     @property
     def n(self) -> int:
@@ -104,25 +103,13 @@ class _Chart:
 
     def blocks(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield blocks of the spans of a width: rows; rows of left parts, of right parts, log scales, each [r, k]."""
-        here = self.layout.span_rows(width)
-        spans, largest = here.stop - here.start, max(self.n, self.leaves.shape[1])
+        largest = max(self.n, self.leaves.shape[1])
         step = max(1, LARGEST_BLOCK // (largest * max(largest, width - 1)))
-        kept = self.rows_of_splits.get(width)
-        if kept is None and self.splits_kept + spans * (width - 1) <= MOST_SPLITS_KEPT:
-            self.splits_kept += spans * (width - 1)
-            kept = self.rows_of_splits[width] = self._rows_of_parts(width, slice(0, spans))
-        for start in range(0, spans, step):
-            block = slice(start, min(start + step, spans))
-            left, right = self._rows_of_parts(width, block) if kept is None else (kept[0][block], kept[1][block])
-            rows = slice(here.start + block.start, here.start + block.stop)
+        for rows, left, right in self.split_rows.blocks(width, step):
             log_scale = self.scale[left] + self.scale[right]
             if self.allowed is not None:  # no split of a span that is not allowed counts, so its row is zero
                 log_scale.masked_fill_(~self.allowed[rows, None], float("-inf"))
             yield rows, left, right, log_scale
-
-    def _rows_of_parts(self, width: int, block: slice) -> tuple[Tensor, Tensor]:
-        left, right = self.layout.splits(width, block)
-        return torch.from_numpy(left).to(self.scale.device), torch.from_numpy(right).to(self.scale.device)
 
     def parts(self, width: int, left: Tensor, right: Tensor, coefficient: Tensor) -> Iterator[_Parts]:
         """Yield each kind of split of a block. left, right: [r, k] rows of the chart; coefficient: [r, k]."""
@@ -150,7 +137,8 @@ def _filled_chart(
     scale[: layout.words] = leaf_scale
     beta = torch.empty(layout.rows - layout.words, n, dtype=compute, device=device)
     allowed = None if limits is None else torch.from_numpy(allowed_rows(limits, layout)).to(device)
-    chart = _Chart(layout, leaves, beta, scale, torch.zeros_like(scale), allowed)
+    split_rows = SplitRows(layout, device, MOST_SPLITS_KEPT)
+    chart = _Chart(layout, leaves, beta, scale, torch.zeros_like(scale), allowed, split_rows)
     divisors = torch.ones(len(beta), dtype=compute, device=device)
     for width in range(2, layout.longest + 1):
         for rows, left, right, log_scale in chart.blocks(width):
@@ -181,7 +169,7 @@ def _lost_rows(chart: _Chart, tables: dict[str, Tensor], emissions: Tensor) -> T
     possible = {kind: (table > 0).to(table.dtype) for kind, table in tables.items()}
     yes = _Chart(
         layout, (words > float("-inf")).to(chart.leaves.dtype), torch.zeros_like(chart.beta), chart.scale,
-        chart.split_scale, chart.allowed, chart.rows_of_splits, chart.splits_kept,
+        chart.split_scale, chart.allowed, chart.split_rows,
     )  # fmt: skip
     for width in range(2, layout.longest + 1):
         for rows, left, right, log_scale in yes.blocks(width):
@@ -302,9 +290,7 @@ class _ScaledInside(torch.autograd.Function):
                 wide_root, chart.leaves, chart.beta, chart.scale, chart.split_scale, derivatives.values,
                 derivatives.leaves, top_rows, top_sums, believed,
             )  # fmt: skip
-            ctx.layout, ctx.precision, ctx.allowed, ctx.rows_of_splits = (
-                layout, precision, chart.allowed, chart.rows_of_splits,
-            )  # fmt: skip
+            ctx.layout, ctx.precision, ctx.allowed, ctx.split_rows = layout, precision, chart.allowed, chart.split_rows
             ctx.gradient_types = [gradient_type(tensor) for tensor in (root, pairs, emissions)]
         results = layout.unsort(log_z.to(compute)), layout.unsort(trusted), posterior, before_word
         ctx.mark_non_differentiable(*results[1:])
@@ -329,7 +315,7 @@ class _ScaledInside(torch.autograd.Function):
         leaves, beta = cleared(leaves, of_words), cleared(beta, of_spans)
         chart = _Chart(
             layout, leaves, beta, cleared(scale, of_all), cleared(split_scale, of_all), ctx.allowed,
-            ctx.rows_of_splits, splits_kept=MOST_SPLITS_KEPT,
+            ctx.split_rows,
         )  # fmt: skip
         weighted = cleared(d_values * gradient[sentence[words:], None], of_spans)
         d_tables: dict[str, Tensor] = {}
