@@ -48,7 +48,10 @@ SESSION = "session.sqlite"
 STREAMS = "batches shard_stream text shards prepare"
 STORAGE = "durability checkpoint checkpoint_choice checkpoint_optimizer metrics_file saving engine_choice training"
 MODULES = {
-    "kernels/flash_inside/interface.py": "inside viterbi mbr sampling range",
+    "kernels/flash_inside/brackets.py": "brackets bracketed_training",
+    **{f"kernels/flash_inside/dense/{name}.py": "dense" for name in ("interface", "reference", "scaled")},
+    "kernels/flash_inside/forward.py": "forward hmm",
+    "kernels/flash_inside/interface.py": "inside viterbi mbr sampling range brackets",
     "kernels/flash_inside/mbr.py": "mbr",
     "kernels/flash_inside/packing.py": "inside viterbi mbr sampling",
     "kernels/flash_inside/precision.py": "inside grammar range",
