@@ -1,4 +1,5 @@
-"""FlashInside: sentence log marginals, span posteriors, best trees and drawn trees of simple PCFGs.
+"""FlashInside: sentence log marginals, span posteriors, best trees, drawn trees and prefix probabilities of
+simple PCFGs.
 
 Tensors only: charts, scales, autograd. Nothing here knows about models, text or training.
 """
@@ -16,12 +17,16 @@ from flash_inside.interface import (
 )
 from flash_inside.mbr import mbr
 from flash_inside.precision import PRECISIONS, rules_type
+from flash_inside.prefixes import GrowingPrefixes, LeftCorners, Prefixes, prefix
 from flash_inside.recomputation import Statistics
 from flash_inside.rules import ResidentRules, Rules
 
 __all__ = [
     "BACKENDS",
     "PRECISIONS",
+    "GrowingPrefixes",
+    "LeftCorners",
+    "Prefixes",
     "ResidentRules",
     "Rules",
     "Statistics",
@@ -30,6 +35,7 @@ __all__ = [
     "inside_unchecked",
     "last_siblings",
     "mbr",
+    "prefix",
     "rules_type",
     "sample_trees",
     "span_limits",
