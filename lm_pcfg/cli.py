@@ -17,7 +17,21 @@ from typing import Annotated, Any
 
 import typer
 
-from lm_pcfg.commands import bench, evaluate, info, parse, prepare, report, sample, score, search, train, verify
+from lm_pcfg.commands import (
+    bench,
+    evaluate,
+    info,
+    next_word,
+    parse,
+    prepare,
+    report,
+    sample,
+    score,
+    search,
+    surprisal,
+    train,
+    verify,
+)
 from lm_pcfg.console import say
 from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
 
@@ -28,6 +42,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "parse": parse.parse,
     "evaluate": evaluate.evaluate,
     "sample": sample.sample,
+    "surprisal": surprisal.surprisal,
+    "next": next_word.next_word,
     "info": info.info,
     "verify": verify.verify,
     "report": report.report,

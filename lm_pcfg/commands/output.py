@@ -6,9 +6,15 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from lm_pcfg.console import warn
+from lm_pcfg.errors import UserError
+
+if TYPE_CHECKING:  # it imports torch
+    from lm_pcfg.inference.model import Model
 
 Checkpoints = Annotated[
     list[Path] | None,
@@ -50,3 +56,16 @@ def show(report: dict[str, Any], as_json: bool) -> None:
         print_json(report)
     else:
         print_table(report)
+
+
+def check_prefix(model: Model, prefix: str) -> None:
+    """Refuse a prefix whose chart does not fit; warn of unknown words, and of mass that the grammar loses."""
+    vocabulary, words, limit = model.vocabulary, prefix.split(), model.longest_line()
+    ids = vocabulary.tokenise(words) if words else []
+    if sum(map(len, ids)) >= limit:
+        raise UserError(f"a prefix may have at most {limit:,.0f} words here: its chart has to fit into memory")
+    if unknown := [word for word, own in zip(words, ids, strict=True) if vocabulary.unknown_id in own]:
+        warn(f"the vocabulary does not have {', '.join(unknown[:5])}: taken for unknown words")
+    for one in model.next_words():
+        if message := one.warning():
+            warn(message)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lm_pcfg.commands.output import Checkpoints, DeviceOption, WeightsOption
+from lm_pcfg.commands.output import Checkpoints, DeviceOption, WeightsOption, check_prefix
 from lm_pcfg.console import progress, warn
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ def sample(
     number: Annotated[int, typer.Option("--number", "-n", min=1, help="Samples; with --posterior, of each line.")] = 10,
     posterior: Annotated[
         str | None, typer.Option(help="Draw trees of the lines of this text from p(tree | line), no sentences.")
+    ] = None,
+    prefix: Annotated[
+        str | None, typer.Option(help="Draw sentences that begin with these words, from p(sentence | prefix).")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same samples.")] = 0,
     max_length: Annotated[int, typer.Option(min=1, help="Samples of more words are cut, and counted.")] = 250,
@@ -33,6 +37,8 @@ def sample(
     """Draw sentences by exact ancestral sampling, or trees of given sentences."""
     if trees and as_json:
         raise typer.BadParameter("--trees and --json exclude each other: JSON has the trees, too")
+    if prefix is not None and (posterior is not None or trees):
+        raise typer.BadParameter("--prefix draws sentences without trees: it excludes --posterior and --trees")
     from lm_pcfg import load
     from lm_pcfg.corpus.text import check_there, display_name
     from lm_pcfg.corpus.treebank import bracketed
@@ -68,6 +74,18 @@ def sample(
                     as_object = json_line(tree, line.number, log_probability=log_probability)
                     print(as_object if as_json else bracketed(tree))
             warnings.summarise()
+        return
+    if prefix is not None:
+        check_prefix(model, prefix)
+        found = model.complete(prefix, number, seed=seed, max_length=max_length)
+        for count, text in enumerate(text for text in found if text is not None):
+            print(json.dumps({"number": count + 1, "text": text}, ensure_ascii=False) if as_json else text)
+        if missing := found.count(None):
+            unit = unit_of(model.vocabulary)
+            warn(
+                f"{missing:,} of {number:,} samples have more than {max_length:,} {unit}, or do not end as sentences "
+                "do: they are left out, so the others are no fair sample of the grammar"
+            )
         return
     if trees:
         model.check_trees()

@@ -24,12 +24,14 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import tell_long
 from lm_pcfg.grammar.parsing import NO_TREE, Parser, as_array, mbr_trees, mean_posteriors
 from lm_pcfg.inference.lines import OnLines, longest_line, unit_of
-from lm_pcfg.inference.sample import Drawn, Sample, ScoredTree, draw_samples, posterior_trees
+from lm_pcfg.inference.next_word import NextWords, Surprisal, complete, next_log_probabilities, surprisals
+from lm_pcfg.inference.sample import Drawn, Sample, ScoredTree, draw_samples, posterior_trees, text_of
 from lm_pcfg.inference.score import BATCH_COST, check_mixture, mixture_log_probabilities
 from lm_pcfg.inference.symbols import SymbolTable, symbols_of
 from lm_pcfg.inference.trained import TrainedGrammar, Weights, load_trained
 
 Method = Literal["mbr", "viterbi"]
+END = "<end>"  # of a sentence, where a word is expected
 
 
 def load_model(
@@ -53,6 +55,7 @@ class Model:
         """precision: of the inside algorithm; batch_cost: words squared of a batch."""
         self.grammars = tuple(grammars)
         self.precision, self.batch_cost = precision, batch_cost
+        self._next_words: list[NextWords] | None = None
         self.statistics = Statistics()  # of all that was computed: how many sentences, how many of them twice
 
     @property
@@ -83,6 +86,62 @@ class Model:
             statistics=self.statistics, on_lines=on_lines,
         )  # fmt: skip
         return scores
+
+    # ---- what comes next --------------------------------------------------------------------------------------------
+
+    def surprisal(
+        self, lines: Sequence[str], *, entropy: bool = False, on_lines: OnLines = unseen
+    ) -> list[Surprisal | None]:
+        """Return the surprisal of every word of every line, and of its end, in bits; None for a blank line.
+
+        Each line is a text of its own: nothing before it counts. The sum over a line is -log2 of its probability.
+        entropy: also that of what comes next, before each word.
+        """
+        _check_lines(lines)
+        models = self.next_words()
+        results: list[Surprisal | None] = [None] * len(lines)
+        for indices in self._batches(lines, on_lines):
+            found = surprisals(
+                models, [lines[index] for index in indices], precision=self.precision, statistics=self.statistics,
+                with_entropy=entropy,
+            )  # fmt: skip
+            for index, one in zip(indices, found, strict=True):
+                results[index] = one
+            on_lines(len(indices))
+        return results
+
+    def log_probabilities(self, prefix: str) -> np.ndarray:
+        """Return log p(what comes next | prefix) of every word of `vocabulary.words`, and last of the end: [V + 1].
+
+        With a vocabulary of pieces, what comes next is a piece. Without words in the prefix they sum to the mass of
+        finite sentences, which is 1 unless the grammar loses mass.
+        """
+        return next_log_probabilities(self.next_words(), self._ids(prefix))
+
+    def next_word(self, prefix: str, most: int = 10) -> list[tuple[str, float]]:
+        """Return the likeliest continuations with their probabilities; END stands for the end of the sentence."""
+        log_p = self.log_probabilities(prefix)
+        names = (*self.vocabulary.words, END)
+        return [(names[index], math.exp(log_p[index])) for index in np.argsort(-log_p, kind="stable")[:most].tolist()]
+
+    def complete(self, prefix: str, number: int, *, seed: int = 0, max_length: int = 250) -> list[str | None]:
+        """Draw sentences that begin with the prefix from p(sentence | prefix), exactly; the same seed draws the same.
+
+        None stands for a sentence of more than max_length words, or one that does not end as sentences do.
+        """
+        vocabulary, begun = self.vocabulary, self._ids(prefix)
+        drawn = complete(self.next_words(), begun, number, seed=seed, max_length=max_length)
+        return [None if ids is None else text_of(vocabulary, ids) for ids in drawn]
+
+    def next_words(self) -> list[NextWords]:
+        """Return what each grammar says of prefixes; refuse, in one line, models of families that cannot."""
+        if self._next_words is None:
+            check_mixture(self.grammars)
+            self._next_words = [NextWords(one) for one in self.grammars]
+        return self._next_words
+
+    def _ids(self, prefix: str) -> list[int]:
+        return self.vocabulary.tokenise([prefix])[0] if prefix.split() else []
 
     # ---- trees ------------------------------------------------------------------------------------------------------
 

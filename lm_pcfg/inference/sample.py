@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lm_pcfg.corpus.pieces import PieceVocabulary
+from lm_pcfg.corpus.pieces import AnyVocabulary, PieceVocabulary
 from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.dense import DenseGrammar
@@ -106,18 +106,31 @@ def _seed(*parts: int) -> int:
 
 def _sample(trained: TrainedGrammar, derivation: Derivation) -> Sample | None:
     """Turn a derivation into words; None where ends are explicit and it does not end as sentences do."""
-    vocabulary, ids = trained.vocabulary, derivation.words
-    if vocabulary.end_id is not None:
-        if ids.count(vocabulary.end_id) != 1 or ids[-1] != vocabulary.end_id or len(ids) == 1:
-            return None
-        ids = ids[:-1]
+    vocabulary = trained.vocabulary
+    text = text_of(vocabulary, derivation.words)
+    if text is None:
+        return None
+    ids = derivation.words if vocabulary.end_id is None else derivation.words[:-1]
     words = [vocabulary.words[id] for id in ids]
-    text = vocabulary.decode(ids) if isinstance(vocabulary, PieceVocabulary) else " ".join(words)
     if isinstance(trained.grammar, HiddenMarkovModel):
         tree = Tree(tuple(words), tuple(f"S{state}" for _, _, state in derivation.nodes[: len(ids)]), ())
     else:
         tree = labelled_tree(words, derivation.nodes, range(len(ids) + 1), trained.grammar.rules.nonterminals)
     return Sample(text, tree, derivation.log_probability)
+
+
+def text_of(vocabulary: AnyVocabulary, ids: Sequence[int]) -> str | None:
+    """Return the words of a drawn sentence; None where ends are explicit and it does not end as sentences do."""
+    ids = list(ids)
+    if vocabulary.end_id is not None:
+        if ids.count(vocabulary.end_id) != 1 or ids[-1] != vocabulary.end_id or len(ids) == 1:
+            return None
+        ids = ids[:-1]
+    return (
+        vocabulary.decode(ids)
+        if isinstance(vocabulary, PieceVocabulary)
+        else " ".join(vocabulary.words[i] for i in ids)
+    )
 
 
 def posterior_trees(

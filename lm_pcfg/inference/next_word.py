@@ -1,0 +1,366 @@
+"""What comes next: probabilities of prefixes and of next words, and completions drawn from them, all exact.
+
+A simple PCFG and a hidden Markov model look alike from here: the words before a word give every preterminal (or state)
+a probability, and the preterminal gives every word one. `NextWords` is that view of a model.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flash_inside import GrowingPrefixes, LeftCorners, Prefixes, Rules, Statistics, prefix
+from flash_inside.softmax import product_precision
+from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.emission import Emission
+from lm_pcfg.grammar.generation import draw_options
+from lm_pcfg.grammar.grammar import Grammar
+from lm_pcfg.grammar.markov import HiddenMarkovModel
+from lm_pcfg.inference.trained import TrainedGrammar
+
+LARGEST_BLOCK = 1 << 24  # numbers of a table [prefixes, words]
+LARGEST_CHARTS = 1 << 27  # numbers in the charts of prefixes that grow together: 1 GiB
+LITTLE_LOST = 1e-6  # mass of derivations without end that nobody need be told of
+
+
+class Growing(Protocol):
+    """Prefixes that grow by a word at a time, see `flash_inside.GrowingPrefixes`."""
+
+    begins: Tensor
+    ends: Tensor
+
+    def next_preterminals(self) -> Tensor: ...
+
+    def add(self, emissions: Tensor) -> None: ...
+
+    def keep(self, which: Tensor) -> None: ...
+
+
+class NextWords:
+    """What a trained model says of prefixes. Words are ids, with `<eos>` as one of them where ends are explicit."""
+
+    def __init__(self, trained: TrainedGrammar):
+        self.trained, model = trained, trained.grammar
+        if not isinstance(model, Grammar | HiddenMarkovModel):
+            raise UserError(
+                f"{trained.checkpoint}: a model of family {trained.settings.model.family} has no next-word "
+                "probabilities; simple PCFGs, rank PCFGs, TN-PCFGs and HMMs have"
+            )
+        self.model: Grammar | HiddenMarkovModel = model
+        self.corners = LeftCorners.of(Rules(*model.rules)) if isinstance(model, Grammar) else None
+
+    @property
+    def emission(self) -> Emission:
+        return self.model.emission
+
+    @property
+    def finite_mass(self) -> float:
+        """The probability that a sentence ends at all: 1 unless the grammar loses mass."""
+        if self.corners is None or not isinstance(self.model, Grammar):
+            return 1.0
+        return self.corners.finite_mass(self.model.root).item()
+
+    def warning(self) -> str | None:
+        """Say how much mass is lost, if that is worth telling."""
+        lost = 1.0 - self.finite_mass
+        if lost <= LITTLE_LOST:
+            return None
+        return (
+            f"{self.trained.checkpoint}: {lost:.2%} of the probability is that of derivations that never end, and no "
+            "sentence has it"
+        )
+
+    @torch.no_grad()
+    def prefixes(
+        self, words: Tensor, lengths: list[int], *, precision: str, statistics: Statistics | None = None,
+        with_next: bool = False,
+    ) -> Prefixes:  # fmt: skip
+        """Return log P of all prefixes, see `flash_inside.prefix`. words: [sum(lengths)] ids."""
+        with product_precision("fp32"):
+            emissions = self.emission.log_probabilities(words)
+        if isinstance(self.model, Grammar):
+            rules = Rules(*self.model.rules)
+            return prefix(rules, emissions, lengths, precision, "auto", statistics, self.corners, with_next)
+        if statistics is not None:
+            statistics.sentences += len(lengths)
+        return self._chain_prefixes(words, emissions, lengths, with_next)
+
+    def _chain_prefixes(self, words: Tensor, emissions: Tensor, lengths: list[int], with_next: bool) -> Prefixes:
+        """The same of a hidden Markov model, whose sentences end in `<eos>` and nowhere else."""
+        order = sorted(range(len(lengths)), key=lambda sentence: -lengths[sentence])
+        first = np.cumsum([0, *lengths])[:-1]
+        growing = self.growing(len(lengths))
+        begins = torch.empty(sum(lengths), dtype=torch.float64, device=emissions.device)
+        following = torch.empty(emissions.shape if with_next else (0, 0), dtype=torch.float64, device=emissions.device)
+        for place in range(max(lengths, default=0)):
+            alive = [sentence for sentence in order if lengths[sentence] > place]
+            growing.keep(torch.arange(len(alive), device=begins.device))
+            rows = torch.tensor([int(first[sentence]) + place for sentence in alive], device=begins.device)
+            if with_next:
+                following[rows] = growing.next_preterminals()
+            growing.add(emissions[rows])
+            begins[rows] = growing.begins
+        assert self.trained.vocabulary.end_id is not None
+        is_end = words.to(begins.device) == self.trained.vocabulary.end_id
+        ends = torch.where(is_end, begins, -math.inf)
+        return Prefixes(begins, ends, following if with_next else None)
+
+    def growing(self, count: int) -> Growing:
+        """Return prefixes of no word."""
+        if isinstance(self.model, Grammar):
+            return GrowingPrefixes(Rules(*self.model.rules), count, self.corners)
+        return GrowingChain(self.model, count)
+
+    @torch.no_grad()
+    def words_after(self, preterminals: Tensor) -> Tensor:
+        """Turn log P(words before, next preterminal) [R, P] into log P(words before, next word): fp64 [R, V]."""
+        scale = preterminals.amax(1, keepdim=True)
+        scale = torch.where(scale == -math.inf, 0.0, scale)
+        shares = (preterminals - scale).double().exp()
+        total = shares.new_zeros(len(shares), len(self.emission.embeddings))
+        step = max(1, LARGEST_BLOCK // total.shape[1])
+        with product_precision("fp32"):
+            for first in range(0, shares.shape[1], step):
+                block = torch.arange(first, min(first + step, shares.shape[1]), device=shares.device)
+                total += shares[:, block] @ self.emission.log_probabilities_of(block).double().exp()
+        return total.log() + scale
+
+    # ---- completions ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def complete(
+        self, begun: Sequence[int], number: int, *, random: np.random.Generator, max_length: int
+    ) -> list[list[int] | None]:
+        """Draw sentences that begin with these words, from p(sentence | its first words); None: it became too long.
+
+        Ends that are explicit are part of the sentence.
+        """
+        results: list[list[int] | None] = []
+        numbers = (
+            self.model.rules.nonterminals * max_length**2 if isinstance(self.model, Grammar) else len(self.model.start)
+        )
+        step = max(1, LARGEST_CHARTS // numbers)
+        start = self.growing(1)
+        for word in begun:
+            start.add(self.emissions_of(np.array([word])))
+        if start.begins[0] == -math.inf:
+            raise UserError("these words begin no sentence: their probability is 0")
+        for first in range(0, number, step):
+            results += self._complete(begun, start, min(step, number - first), random, max_length)
+        return results
+
+    def _complete(
+        self, begun: Sequence[int], start: Growing, number: int, random: np.random.Generator, max_length: int
+    ) -> list[list[int] | None]:
+        results: list[list[int] | None] = [None] * number
+        sentences = [list(begun) for _ in range(number)]
+        growing = self._copied(start, number)
+        going, length = np.arange(number), len(begun)
+        while len(going):
+            ends = (growing.ends - growing.begins).exp().cpu().numpy() if length else np.zeros(len(going))
+            ended = random.random(len(going)) < ends
+            if isinstance(self.model, HiddenMarkovModel) and length:
+                ended = np.array([sentences[sample][-1] == self.trained.vocabulary.end_id for sample in going])
+            for sample in going[ended]:
+                results[sample] = sentences[sample]
+            if ended.any():
+                growing.keep(torch.from_numpy(np.flatnonzero(~ended)).to(growing.begins.device))
+                going = going[~ended]
+            if length >= max_length or not len(going):
+                break
+            words = self._next(growing, random)
+            for sample, word in zip(going.tolist(), words.tolist(), strict=True):
+                sentences[sample].append(word)
+            growing.add(self.emissions_of(words))
+            length += 1
+        return results
+
+    def _next(self, growing: Growing, random: np.random.Generator) -> np.ndarray:
+        """Draw a preterminal for each prefix, then its word."""
+        rows = growing.next_preterminals()
+        rows = (rows - rows.amax(1, keepdim=True)).exp()
+        device = rows.device
+        preterminals, _ = draw_options(rows.__getitem__, np.arange(len(rows)), rows.shape[1], random, device)
+
+        def words_of(some: Tensor) -> Tensor:
+            return self.emission.log_probabilities_of(some).double().exp()
+
+        words, _ = draw_options(words_of, preterminals, len(self.emission.embeddings), random, device)
+        return words
+
+    def emissions_of(self, words: np.ndarray) -> Tensor:
+        with product_precision("fp32"):
+            return self.emission.log_probabilities(torch.from_numpy(words))
+
+    @staticmethod
+    def _copied(start: Growing, number: int) -> Any:
+        growing = copy.copy(start)
+        growing.keep(torch.zeros(number, dtype=torch.int64, device=start.begins.device))
+        return growing
+
+
+class GrowingChain:
+    """Prefixes of a hidden Markov model that grow by a word at a time, in fp64; as `flash_inside.GrowingPrefixes`."""
+
+    def __init__(self, model: HiddenMarkovModel, count: int):
+        self.model = model
+        self._rows = model.start.double().expand(count, -1)  # [count, S] of the next state, divided by its sum
+        self.begins = self._rows.new_zeros(count)
+        self.ends = torch.full_like(self.begins, -math.inf)  # it has no end but a word
+        self._scale = torch.zeros_like(self.begins)
+
+    def next_preterminals(self) -> Tensor:
+        return self._rows.log() + self._scale[:, None]
+
+    def add(self, emissions: Tensor) -> None:
+        largest = emissions.double().amax(1)
+        largest = torch.where(largest == -math.inf, 0.0, largest)
+        rows = self._rows * (emissions.double() - largest[:, None]).exp()
+        total = rows.sum(1)
+        self.begins = total.log() + self._scale + largest
+        rows = rows / torch.where(total > 0, total, 1.0)[:, None]
+        for matrix in self.model.transition:
+            rows = rows @ matrix.double()
+        self._rows, self._scale = rows, self.begins
+
+    def keep(self, which: Tensor) -> None:
+        self._rows, self._scale, self.begins = self._rows[which], self._scale[which], self.begins[which]
+        self.ends = self.ends[which]
+
+
+class Surprisal(NamedTuple):
+    """The surprisal of every word of a line, in bits; their sum, with the end, is -log2 p(line)."""
+
+    words: list[str]
+    bits: np.ndarray  # [words]
+    end: float  # bits of the end of the sentence
+    #: [words + 1] bits: entropy of what comes next, a word or the end, before each word and before the end. None: not
+    #: asked for
+    entropy: np.ndarray | None = None
+
+    @property
+    def total(self) -> float:
+        return math.fsum([*self.bits.tolist(), self.end])
+
+    @property
+    def entropy_reduction(self) -> np.ndarray | None:
+        """By how much each word lowers that entropy: [words] bits, below 0 where a word raises it."""
+        return None if self.entropy is None else self.entropy[:-1] - self.entropy[1:]
+
+
+def surprisals(
+    models: Sequence[NextWords], lines: Sequence[str], *, precision: str, statistics: Statistics | None = None,
+    with_entropy: bool = False,
+) -> list[Surprisal | None]:  # fmt: skip
+    """Return the surprisals of some lines; None: blank, or its words cannot be told apart.
+
+    Several models: probabilities of prefixes are averaged, as those of an even mixture are.
+    """
+    results: list[Surprisal | None] = [None] * len(lines)
+    vocabulary = models[0].trained.vocabulary
+    end = [] if vocabulary.end_id is None else [vocabulary.end_id]
+    # What comes after the last word does not depend on the word there: any will do.
+    after_last = [0] if with_entropy and not end else []
+    symbols: list[int] = []
+    there: list[tuple[int, list[int], int]] = []  # line, boundaries of its words, symbols with <eos>
+    for number, (ids, line) in enumerate(zip(vocabulary.tokenise(lines), lines, strict=True)):
+        boundaries = vocabulary.word_boundaries(ids, len(line.split())) if ids else None
+        if boundaries is not None:
+            symbols += ids + end + after_last
+            there.append((number, boundaries, len(ids) + len(end)))
+    if not there:
+        return results
+    words, lengths = torch.tensor(symbols), [length + len(after_last) for _, _, length in there]
+    found = [
+        model.prefixes(words, lengths, precision=precision, statistics=statistics, with_next=with_entropy)
+        for model in models
+    ]
+    begins = _mean([one.begins for one in found]).cpu().numpy()
+    ends = _mean([one.ends for one in found]).cpu().numpy()
+    first = 0
+    for number, boundaries, length in there:
+        own = slice(first, first + length + len(after_last))
+        cumulative = np.concatenate(([0.0], begins[own]))[boundaries]  # log P before each word, and after the last
+        entropy = _entropies(models, found, own, begins, ends)[boundaries] if with_entropy else None
+        results[number] = Surprisal(
+            lines[number].split(),
+            (cumulative[:-1] - cumulative[1:]) / math.log(2),
+            float(cumulative[-1] - ends[first + length - 1]) / math.log(2),
+            entropy,
+        )
+        first = own.stop
+    return results
+
+
+def _entropies(
+    models: Sequence[NextWords], found: Sequence[Prefixes], own: slice, begins: np.ndarray, ends: np.ndarray
+) -> np.ndarray:
+    """Return the entropy in bits of what comes before each symbol of a sentence: [symbols]."""
+    joint = []
+    for model, one in zip(models, found, strict=True):
+        assert one.next is not None
+        joint.append(model.words_after(one.next[own]))
+    after = _mean(joint)  # [symbols, V] log P(symbols before, word)
+    log_begun = np.concatenate(([0.0], begins[own]))[:-1]
+    log_end = np.concatenate(([-math.inf], ends[own]))[:-1]
+    everything = torch.cat((after, torch.from_numpy(log_end).to(after.device)[:, None]), dim=1)
+    log_p = everything - torch.from_numpy(log_begun).to(after.device)[:, None]
+    terms = torch.where(log_p > -math.inf, log_p.exp() * log_p, 0.0)
+    return -terms.sum(1).cpu().numpy() / math.log(2)
+
+
+def next_log_probabilities(models: Sequence[NextWords], begun: Sequence[int]) -> np.ndarray:
+    """Return log p(what comes next | these words), for every word of the vocabulary and, last, the end: fp64 [V + 1].
+
+    Without words before it, they sum to the mass of finite sentences.
+    """
+    joint, begins, ends = [], [], []
+    for model in models:
+        growing = model.growing(1)
+        for word in begun:
+            growing.add(model.emissions_of(np.array([word])))
+        joint.append(model.words_after(growing.next_preterminals())[0])
+        begins.append(growing.begins if begun else torch.zeros_like(growing.begins))
+        ends.append(growing.ends)
+    log_begun = _mean(begins).item()
+    if log_begun == -math.inf:
+        raise UserError("these words begin no sentence: their probability is 0")
+    return torch.cat((_mean(joint), _mean(ends))).cpu().numpy() - log_begun
+
+
+def complete(
+    models: Sequence[NextWords], begun: Sequence[int], number: int, *, seed: int, max_length: int
+) -> list[list[int] | None]:
+    """Draw sentences that begin with these words from the even mixture of some models; see `NextWords.complete`."""
+    random = np.random.default_rng(seed)
+    if len(models) == 1:
+        return models[0].complete(begun, number, random=random, max_length=max_length)
+    weights = []
+    for model in models:
+        growing = model.growing(1)
+        for word in begun:
+            growing.add(model.emissions_of(np.array([word])))
+        weights.append(growing.begins.item())
+    shares = np.exp(np.array(weights) - max(weights))
+    if not np.isfinite(shares).all():
+        raise UserError("these words begin no sentence: their probability is 0")
+    chosen = random.choice(len(models), size=number, p=shares / shares.sum())
+    made = [
+        iter(model.complete(begun, int((chosen == place).sum()), random=random, max_length=max_length))
+        for place, model in enumerate(models)
+        if (chosen == place).any()
+    ]
+    places = {place: index for index, place in enumerate(sorted(set(chosen.tolist())))}
+    return [next(made[places[place]]) for place in chosen.tolist()]
+
+
+def _mean(log_probabilities: Sequence[Tensor]) -> Tensor:
+    """Average probabilities of several models, given and returned as logarithms in fp64."""
+    stacked = torch.stack([one.double() for one in log_probabilities])
+    return torch.logsumexp(stacked, 0) - math.log(len(stacked))
