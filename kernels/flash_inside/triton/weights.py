@@ -145,7 +145,7 @@ class SentenceWeights:
                 else:
                     write_product(of_spans.of(d_spans)[..., columns].mT, of_spans.of(spans), target[..., :n])
                 if self.order is not None:
-                    gradient.index_copy_(0, self.order[run.sentences], target)
+                    gradient[self.order[run.sentences]] = target
 
 
 AnyWeights = Weights | SentenceWeights
