@@ -206,6 +206,15 @@ class _Chart:
             self.scale[rows] = (largest + divisor.double().log()).squeeze(1)
             self.beta[rows.start - self.layout.words : rows.stop - self.layout.words] = beta / divisor
 
+    def add_to_parts(self, width: int, d_beta: Tensor, totals: Tensor) -> None:
+        """Add to D_eta~ and D_zeta~ of the parts of a width's spans. d_beta: [R, N]; totals: [rows, 2, N]"""
+        here = self.layout.span_rows(width)
+        for block, left, right, log_scale in self.splits(width):
+            coefficient = (log_scale - self.scale[block, None]).exp().to(self.precision.compute)  # [r, k]
+            flow = coefficient.unsqueeze(2) * d_beta[block.start - here.start : block.stop - here.start].unsqueeze(1)
+            totals[:, 0].index_add_(0, left.flatten(), (self.gather(right, 1) * flow).flatten(0, 1))
+            totals[:, 1].index_add_(0, right.flatten(), (self.gather(left, 0) * flow).flatten(0, 1))
+
     def _store_children(self, width: int, eta_zeta: Tensor) -> None:
         """Rescale [eta | zeta] of a width, each by its own maximum; an all-zero row gets scale -inf and a divisor 1."""
         rows = self.layout.span_rows(width)
@@ -280,11 +289,7 @@ def _derivatives(chart: _Chart, root: Root, top_rows: Tensor, top_sums: Tensor) 
         largest_here = torch.maximum(largest_here, largest_here / chart.divisor[here])
         largest[here] = torch.maximum(largest[here], largest_here)
         posterior[here] = (chart.beta_rows(width).to(compute) * d_beta).sum(1)
-        for block, left, right, log_scale in chart.splits(width):
-            coefficient = (log_scale - chart.scale[block, None]).exp().to(compute)  # [r, k]
-            flow = coefficient.unsqueeze(2) * d_beta[block.start - here.start : block.stop - here.start].unsqueeze(1)
-            totals[:, 0].index_add_(0, left.flatten(), (chart.gather(right, 1) * flow).flatten(0, 1))
-            totals[:, 1].index_add_(0, right.flatten(), (chart.gather(left, 0) * flow).flatten(0, 1))
+        chart.add_to_parts(width, d_beta, totals)
     return _Derivatives(totals.to(chart.precision.storage).flatten(1), largest, posterior)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flash_inside.precision import matmul_precision, upcast
+from flash_inside.prefixes.chain import divided
 from flash_inside.prefixes.ending import LeftCorners
-from flash_inside.prefixes.scaled import divided
 from flash_inside.rules import Rules
 
 
