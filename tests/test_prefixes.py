@@ -193,8 +193,10 @@ def test_impossible_words_and_bad_input():
     torch.testing.assert_close(found.begins, truth.begins)
     assert counts.recomputed_in_log_space == 0
     assert prefix(rules, emissions[:0], [], "fp64").begins.shape == (0,)
-    with pytest.raises(ValueError, match="not available for prefixes"):
-        prefix(rules, emissions, [5], backend="triton")
+    with pytest.raises(ValueError, match="not available"):
+        prefix(rules, emissions, [5], backend="cuda")
+    with pytest.raises(ValueError, match="no gradients of prefixes"):
+        prefix(rules, emissions.clone().requires_grad_(), [5], backend="triton")
     with pytest.raises(ValueError, match="one grammar for all"):
         prefix(Rules(*(tensor[None] for tensor in rules)), emissions, [5])
 

@@ -44,8 +44,8 @@ def inside(
     gradient. A sentence whose numbers leave the range of the format is recomputed, so it is right for any rules. A
     sentence that needs a rule or an emission that is NaN has NaN.
     """
-    lengths = _check(rules, emissions, lengths, precision, backend)
-    backend = _choose(backend, emissions, precision)
+    lengths = check(rules, emissions, lengths, precision, backend)
+    backend = choose(backend, emissions, precision)
     rules = Rules(*rules)  # ResidentRules mean something to inside_unchecked only
     if statistics is not None:
         statistics.sentences += len(lengths)
@@ -71,8 +71,8 @@ def inside_unchecked(
     A sentence that is not trusted left the range of the number format: its log Z means nothing and it has no gradient.
     Give those to `inside`. Rules that stay where they are while they are trained can be `ResidentRules`.
     """
-    lengths = _check(rules, emissions, lengths, precision, backend)
-    backend = _choose(backend, emissions, precision)
+    lengths = check(rules, emissions, lengths, precision, backend)
+    backend = choose(backend, emissions, precision)
     if not lengths or backend == "reference":
         log_z = inside(rules, emissions, lengths, precision, backend, limits=limits)
         return log_z, torch.ones_like(log_z, dtype=torch.bool)
@@ -94,8 +94,8 @@ def span_marginals(
 
     The entries of a sentence of l words sum to 2l - 1. A sentence the grammar cannot generate has all zeros.
     """
-    lengths = _check(rules, emissions, lengths, precision, backend)
-    backend = _choose(backend, emissions, precision)
+    lengths = check(rules, emissions, lengths, precision, backend)
+    backend = choose(backend, emissions, precision)
     if statistics is not None:
         statistics.sentences += len(lengths)
     if backend == "reference":
@@ -112,8 +112,8 @@ def viterbi(
     sentence the grammar cannot generate has (-inf, []). Values are fp64 for precision "fp64" and fp32 for every other:
     maxima have no use for tensor cores.
     """
-    lengths = _check(rules, emissions, lengths, precision, backend)
-    backend = _choose(backend, emissions, precision)
+    lengths = check(rules, emissions, lengths, precision, backend)
+    backend = choose(backend, emissions, precision)
     if not lengths:
         return []
     _check_values(rules, emissions, "no tree is the best")
@@ -143,7 +143,7 @@ def sample_trees(
     Plain PyTorch on any device. The chart is kept: 3N numbers for each span of each sentence. Rules per sentence are
     worked off one sentence after another.
     """
-    lengths = _check(rules, emissions, lengths, precision, "torch")
+    lengths = check(rules, emissions, lengths, precision, "torch")
     if samples < 0:
         raise ValueError(f"samples must not be negative, but is {samples}")
     if not lengths or not samples:
@@ -168,7 +168,7 @@ def last_siblings(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[in
     are there with this probability. A sentence the grammar cannot generate has zeros. Rules per sentence are worked off
     one sentence after another, so that those of one are in fp64 at a time.
     """
-    lengths = _check(rules, emissions, lengths, "fp64", "torch")
+    lengths = check(rules, emissions, lengths, "fp64", "torch")
     if rules.per_sentence:
         parts = enumerate(emissions.split(lengths))
         return [last_siblings(rules.of_sentence(b), words, [len(words)])[0] for b, words in parts]
@@ -182,7 +182,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _check(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int], precision: str, backend: str) -> list[int]:
+def check(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int], precision: str, backend: str) -> list[int]:
     check_precision(precision)
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not available: use one of {', '.join(BACKENDS)}")
@@ -198,7 +198,7 @@ def _check_values(rules: Rules, emissions: Tensor, consequence: str) -> None:
         raise ValueError("an emission is +inf, which is no log-probability")
 
 
-def _choose(backend: str, emissions: Tensor, precision: str) -> str:
+def choose(backend: str, emissions: Tensor, precision: str) -> str:
     """Return the backend that "auto" stands for; refuse "triton" where it cannot run."""
     if backend == "auto":
         return "triton" if emissions.is_cuda and precision != "fp64" and triton_installed() else "torch"

@@ -134,6 +134,11 @@ class Layout:
         sentence = np.arange(len(self.lengths))
         return self.offset[self.lengths] + self.prefix - sentence * (self.lengths - 1)
 
+    def beginnings(self, width: int) -> np.ndarray:
+        """Return the row of the first `width` words of every sorted sentence that has so many: [alive]."""
+        sentence = np.arange(self.alive[width])
+        return self.offset[width] + self.prefix[: len(sentence)] - sentence * (width - 1)
+
     def unsort(self, values: Tensor) -> Tensor:
         """Bring values of sorted sentences into the caller's order, along the first dimension."""
         inverse = torch.empty(len(self.order), dtype=torch.int64)

@@ -43,10 +43,11 @@ class Chart(Protocol):
     def empty_rows(self) -> Tensor:
         """Return which rows have no eta or no zeta above 0: bool [rows below the longest width] or more."""
 
-    def derivatives(self, d_eta: Tensor, spans: Tensor, d_spans: Tensor) -> tuple[Tensor, Tensor]:
+    def derivatives(self, d_eta: Tensor, d_beginnings: Tensor) -> tuple[Tensor, Tensor]:
         """Take derivatives down the chart; return those of eta~ | zeta~ [rows, 2N], and the largest |D| of rows [rows].
 
-        d_eta: [rows, N] by eta~; d_spans: [words, N] by beta~ of the rows `spans` (those of single words mean nothing)
+        d_eta: [rows, N] by eta~
+        d_beginnings: [words, N], for each leaf row by beta~ of what its sentence begins with, up to this word
         """
 
 
@@ -167,8 +168,8 @@ class Chain:
             d_eta[rows.flatten()] = (flow * self.a[:alive, :k]).flatten(0, 1)  # a span ends before one word only
             both = torch.maximum(d_h[:alive, k].abs().amax(1), d_a[:alive, k].abs().amax(1))
             largest[:alive] = torch.maximum(largest[:alive], both.double())
-        d_spans = (per_sentence[:, None] * self.root).to(compute)
-        children, of_rows = self.chart.derivatives(d_eta, self.span, d_spans)
+        d_beginnings = (per_sentence[:, None] * self.root).to(compute)
+        children, of_rows = self.chart.derivatives(d_eta, d_beginnings)
         rows_sentence = torch.from_numpy(layout.sentence_of_rows()).to(device)
         largest.scatter_reduce_(0, rows_sentence[: len(of_rows)], of_rows.double(), "amax")
         largest.scatter_reduce_(0, self.sentence, d_next_leaf.abs().amax(1).double(), "amax")
@@ -207,3 +208,10 @@ class Chain:
         back = torch.empty_like(self.chart.leaf_word)
         back[self.chart.leaf_word] = torch.arange(self.layout.words, device=back.device)
         return rows[back].to(self.precision.compute)
+
+
+def add_beginnings(target: Tensor, d_beginnings: Tensor, width: int, layout: Layout) -> None:
+    """Add to the derivatives of the rows of a width [R, N] those of its rows that begin a sentence."""
+    rows = torch.from_numpy(layout.beginnings(width) - layout.offset[width]).to(target.device)
+    words = torch.from_numpy(layout.prefix[: len(rows)] + width - 1).to(target.device)
+    target.index_add_(0, rows, d_beginnings[words].to(target.dtype))

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from flash_inside.devices import chart_memory, check_memory
-from flash_inside.precision import FORMATS, check_precision, upcast
+from flash_inside.interface import check, choose
+from flash_inside.precision import FORMATS, upcast
 from flash_inside.prefixes import reference, scaled
 from flash_inside.prefixes.ending import LeftCorners
 from flash_inside.recomputation import Statistics, doubtful, take
-from flash_inside.rules import Rules, check_inputs, connection
-
-BACKENDS = ("auto", "torch", "reference")
+from flash_inside.rules import Rules, connection
 
 
 class Prefixes(NamedTuple):
@@ -44,7 +43,8 @@ def prefix(
     """Return log P of every prefix of every sentence, fp64 for precision "fp64", else fp32.
 
     rules, emissions, lengths, precision   as for `flash_inside.inside`; one grammar for all sentences
-    backend     "torch" or "auto" (scaled linear space, any device) | "reference" (log space, slow)
+    backend     "triton" (scaled linear space, CUDA, without gradients) | "torch" (the same, any device, with gradients)
+                | "reference" (log space, slow) | "auto": "triton" where it can compute this, else "torch"
     corners     `LeftCorners.of(rules)`, which costs a few products [N, N] with [N, N]; None: computed here
     with_next   also return what the next-word distributions are made of, see `Prefixes`
 
@@ -52,12 +52,10 @@ def prefix(
     p.ends[j] - p.begins[j] is log p(end | words up to j). Differentiable (once) in root, left, right, emissions. What
     left the range of the format is computed again, so it is right for any rules.
     """
-    check_precision(precision)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is not available for prefixes: use one of {', '.join(BACKENDS)}")
+    lengths = check(rules, emissions, lengths, precision, backend)
     if backend == "reference" and with_next:
         raise ValueError("the reference backend has no next-word distributions; use torch")
-    lengths = check_inputs(rules, emissions, lengths)
+    backend = _choose(backend, rules, emissions, precision)
     if rules.per_sentence:
         raise ValueError("prefixes need one grammar for all sentences, not one each")
     rules = Rules(*rules)
@@ -71,16 +69,29 @@ def prefix(
         corners = LeftCorners.of(rules)
     if backend == "reference":
         return Prefixes(*reference.prefix(rules, corners, emissions, lengths, compute))
-    return _checked(rules, corners, emissions, lengths, precision, statistics, with_next)
+    return _checked(rules, corners, emissions, lengths, precision, backend, statistics, with_next)
+
+
+def _choose(backend: str, rules: Rules, emissions: Tensor, precision: str) -> str:
+    """Return the backend that "auto" stands for; refuse "triton" where it cannot compute this."""
+    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*rules, emissions))
+    if gradients and backend == "triton":
+        raise ValueError("the triton backend has no gradients of prefixes: use torch")
+    return "torch" if gradients and backend == "auto" else choose(backend, emissions, precision)
 
 
 def _checked(
-    rules: Rules, corners: LeftCorners, emissions: Tensor, lengths: list[int], precision: str,
+    rules: Rules, corners: LeftCorners, emissions: Tensor, lengths: list[int], precision: str, backend: str,
     statistics: Statistics | None, with_next: bool,
 ) -> Prefixes:  # fmt: skip
-    if not emissions.is_cuda:
-        check_memory(chart_memory(lengths, rules.nonterminals, precision))
-    begins, ends, trusted, log_next = scaled.prefix(rules, corners, emissions, lengths, precision, with_next)
+    if backend == "triton":
+        from flash_inside.triton import prefixes as on_triton  # imported where it is used: needs triton
+
+        begins, ends, trusted, log_next = on_triton.prefix(rules, corners, emissions, lengths, precision, with_next)
+    else:
+        if not emissions.is_cuda:
+            check_memory(chart_memory(lengths, rules.nonterminals, precision))
+        begins, ends, trusted, log_next = scaled.prefix(rules, corners, emissions, lengths, precision, with_next)
     if sentences := doubtful(trusted):
         words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
         if precision == "fp64":
@@ -89,7 +100,7 @@ def _checked(
                 again = again._replace(next=reference.next_preterminals(rules, corners, words, their_lengths))
         else:
             wide = Rules(*(upcast(tensor) for tensor in rules))
-            again = _checked(wide, corners, upcast(words), their_lengths, "fp64", statistics, with_next)
+            again = _checked(wide, corners, upcast(words), their_lengths, "fp64", "torch", statistics, with_next)
         numbers = torch.arange(sum(lengths), device=begins.device).split(lengths)
         index = torch.cat([numbers[sentence] for sentence in sentences])
         begins = begins.index_put((index,), again.begins.to(begins.dtype))

@@ -20,7 +20,7 @@ from flash_inside.precision import (
     matmul_precision,
     product,
 )
-from flash_inside.prefixes.chain import Chain
+from flash_inside.prefixes.chain import Chain, add_beginnings
 from flash_inside.prefixes.ending import LeftCorners
 from flash_inside.rules import Rules
 from flash_inside.scaled import _Chart, _Weights, leaf_values
@@ -54,7 +54,7 @@ class _PrefixChart(_Chart):
     def empty_rows(self) -> Tensor:
         return self.child_scale.isinf().any(1)
 
-    def derivatives(self, d_eta: Tensor, spans: Tensor, d_spans: Tensor) -> tuple[Tensor, Tensor]:
+    def derivatives(self, d_eta: Tensor, d_beginnings: Tensor) -> tuple[Tensor, Tensor]:
         layout, compute = self.layout, self.precision.compute
         totals = torch.stack((d_eta, torch.zeros_like(d_eta)), dim=1)  # [rows, 2, N]
         largest = torch.zeros(layout.rows, dtype=compute, device=d_eta.device)
@@ -65,8 +65,7 @@ class _PrefixChart(_Chart):
             if width == 1:
                 break
             d_beta = self.weights.from_children(totals[here].to(self.precision.storage).flatten(1), width)
-            tops = (spans >= here.start) & (spans < here.stop)
-            d_beta.index_add_(0, spans[tops] - here.start, d_spans[tops])
+            add_beginnings(d_beta, d_beginnings, width, layout)
             largest_here = d_beta.abs().amax(1)
             largest_here = torch.maximum(largest_here, largest_here / self.divisor[here])
             largest[here] = torch.maximum(largest[here], largest_here)
