@@ -116,7 +116,7 @@ def _sample(trained: TrainedGrammar, derivation: Derivation) -> Sample | None:
     if isinstance(trained.grammar, HiddenMarkovModel):
         tree = Tree(tuple(words), tuple(f"S{state}" for _, _, state in derivation.nodes[: len(ids)]), ())
     else:
-        tree = labelled_tree(words, derivation.nodes, range(len(ids) + 1), trained.grammar.rules.nonterminals)
+        tree = labelled_tree(words, derivation.nodes, range(len(ids) + 1), trained.grammar.nonterminals)
     return Sample(text, tree, derivation.log_probability)
 
 
@@ -131,7 +131,7 @@ def posterior_trees(
     encoded = parser.encode(lines)
     if encoded.lines:
         found = trained.grammar.sample_trees(torch.tensor(encoded.symbols), encoded.lengths, number, generator)
-        n = trained.grammar.rules.nonterminals
+        n = trained.grammar.nonterminals
         for line, boundaries, trees in zip(encoded.lines, encoded.boundaries, found, strict=True):
             words = lines[line].split()
             results[line] = [ScoredTree(labelled_tree(words, nodes, boundaries, n), score) for score, nodes in trees]
