@@ -253,7 +253,9 @@ class Compound(NamedTuple):
             most = max(1, LARGEST_CHUNK // self.networks.module.numbers)
         for first in range(0, len(lengths), max(1, most)):
             some = range(first, min(first + most, len(lengths)))
-            parts = (None if all_of is None else taken(all_of, lengths, some) for all_of in (words.cpu().numpy(), limits))
+            parts = (
+                None if all_of is None else taken(all_of, lengths, some) for all_of in (words.cpu().numpy(), limits)
+            )
             own_words, own_limits = parts
             yield _Chunk(torch.from_numpy(own_words), [lengths[sentence] for sentence in some], own_limits)
 

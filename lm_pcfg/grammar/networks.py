@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+ALL = slice(None)
 FEW = -5.0  # `one_word` at the beginning: 0.7 % of sentences have one word (PTB: 0.3 %)
 
 
@@ -38,9 +39,10 @@ class LatentLinear(nn.Linear):
         super().__init__(dimension + latent, dimension if outputs is None else outputs)
         self.dimension = dimension
 
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:  # type: ignore[override]
-        of_x = nn.functional.linear(x, self.weight[:, : self.dimension], self.bias)
-        return of_x + nn.functional.linear(z, self.weight[:, self.dimension :])[:, None]
+    def forward(self, x: Tensor, z: Tensor, outputs: slice | Tensor = ALL) -> Tensor:  # type: ignore[override]
+        """outputs: those that are wanted"""
+        of_x, of_z = self.weight[outputs].tensor_split([self.dimension], 1)
+        return nn.functional.linear(x, of_x, self.bias[outputs]) + nn.functional.linear(z, of_z)[:, None]
 
 
 class LatentResidualLayer(nn.Module):

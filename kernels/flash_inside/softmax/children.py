@@ -64,7 +64,9 @@ class _ChildProbabilities(torch.autograd.Function):
             for children, probabilities in ((left_children, left), (right_children, right)):
                 b, out = operand(_of_sentences(children), precision), _of_sentences(probabilities)
                 for some, block in _blocks(*out.shape, largest_block):
-                    rows.softmax(multiply(a[some, block], b[some].mT, wide).flatten(0, 1), out[some, block].flatten(0, 1))
+                    rows.softmax(
+                        multiply(a[some, block], b[some].mT, wide).flatten(0, 1), out[some, block].flatten(0, 1)
+                    )
         ctx.save_for_backward(parents, left_children, right_children, left, right)
         if dtype == wide:
             ctx.first_entrance = 0

@@ -131,9 +131,7 @@ class CPCFGSection(NPCFGSection):
 
 class SCPCFGSection(CPCFGSection):
     dimension: Count = setting(512, "dimension of the embeddings and networks")
-    init: InitField = setting(
-        Init(), "xavier_normal, xavier_uniform, or standard deviations: normal(symbols, words)"
-    )
+    init: InitField = setting(Init(), "xavier_normal, xavier_uniform, or standard deviations: normal(symbols, words)")
 
 
 class TablesSection(PCFGSection):
