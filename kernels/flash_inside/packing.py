@@ -6,15 +6,43 @@ width are consecutive, which makes the product with the rules ONE matrix product
     row(w, b, i) = offset[w] + prefix[b] - b (w - 1) + i          b: sorted sentence, i: first word of the span
 
 with prefix[b] the words of the earlier sentences, offset[1] = 0, offset[w+1] = offset[w] + rows of width w.
+
+Where each sentence has rules of its own, sentences of one length are consecutive and have equally many rows of a width:
+these rows are a view [sentences, spans, symbols], and the product is one batched product for each length (a `Run`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+class Run(NamedTuple):
+    """Consecutive sorted sentences that have equally many rows each, one sentence's after another's."""
+
+    sentences: slice
+    rows: slice
+    each: int  # rows of a sentence
+
+    def of(self, rows: Tensor) -> Tensor:
+        """View these rows of a tensor [R, ...] as [sentences, each, ...]."""
+        return rows[self.rows].unflatten(0, (-1, self.each))
+
+
+def runs(counts: np.ndarray) -> list[Run]:
+    """Return the runs of rows, given how many of them each sentence has; those without any are left out."""
+    ends = np.cumsum(counts)
+    bounds = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(counts)]
+    return [
+        Run(slice(first, last), slice(int(ends[first] - counts[first]), int(ends[last - 1])), int(counts[first]))
+        for first, last in itertools.pairwise(bounds)
+        if last > first and counts[first]
+    ]
 
 
 class Layout:
@@ -50,6 +78,31 @@ class Layout:
         sentence = np.repeat(np.arange(len(counts)), counts)
         position = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return sentence, position
+
+    def runs(self, width: int, block: slice | None = None) -> list[Run]:
+        """Return the runs of the spans of a width, or of a block of them. block: rows of the chart; runs begin there.
+
+        All sentences of one length are one run, unless a block ends within one of them.
+        """
+        counts = self.lengths[: self.alive[width]] - width + 1
+        if block is not None:
+            ends = self.offset[width] + np.cumsum(counts)
+            counts = (np.minimum(ends, block.stop) - np.maximum(ends - counts, block.start)).clip(min=0)
+        return runs(counts)
+
+    def by_sentence(self) -> tuple[np.ndarray, list[Run]]:
+        """Return the rows of the widths from 2 on, one sentence's after another's, and their runs."""
+        sentence = self.sentence_of_rows()[self.words :]
+        return self.words + np.argsort(sentence, kind="stable"), runs(self.lengths * (self.lengths - 1) // 2)
+
+    @property
+    def sorted(self) -> bool:
+        """Whether the caller's sentences came in this order."""
+        return self.order == list(range(len(self.order)))
+
+    def sort(self, values: Tensor) -> Tensor:
+        """Bring values of the caller's sentences into the order of the layout; no copy where it is the same."""
+        return values if self.sorted else values[torch.tensor(self.order, device=values.device)]
 
     def splits(self, width: int, block: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of the left and right parts of all splits of spans of a width: two arrays [R, width - 1].

@@ -50,11 +50,14 @@ def scores_of_brackets(
 
 
 def one_word_inside(root: Tensor, words: Tensor, nonterminals: int) -> Tensor:
-    """Log marginals of sentences of one word, in fp64: no rule takes part. words: [B, P] log-emissions -> [B]."""
+    """Log marginals of sentences of one word, in fp64: no rule takes part. words: [B, P] log-emissions -> [B].
+
+    root: one for all, or [B, ...]
+    """
     wide = upcast(words)
-    if root.shape[0] == nonterminals:  # a nonterminal never emits a word
+    if root.shape[-1] == nonterminals:  # a nonterminal never emits a word
         return wide.new_full((len(words),), NEGATIVE_INFINITY)
-    return log_sum_exp(safe_log(upcast(root)[nonterminals:]) + wide, dim=1)
+    return log_sum_exp(safe_log(upcast(root)[..., nonterminals:]) + wide, dim=1)
 
 
 def span_marginals(

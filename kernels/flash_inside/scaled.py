@@ -55,6 +55,34 @@ def inside(rules: Rules, emissions: Tensor, layout: Layout, precision: str, limi
 
 
 @dataclass
+class Root:
+    """Root probabilities: one vector for all sentences, or one of every sorted sentence.
+
+    They are fp64: a trained root gives one-word sentences 1e-60, and it is only a vector.
+    """
+
+    values: Tensor  # [N] or [N+P], or [B, ...] fp64
+
+    @classmethod
+    def sorted(cls, root: Tensor, layout: Layout) -> Root:
+        return cls((layout.sort(root) if root.dim() == 2 else root).double())
+
+    def of(self, sentences: slice, columns: slice) -> Tensor:
+        """Return these symbols of some sentences: [K] or [sentences, K], which broadcasts against their rows."""
+        return self.values[sentences, columns] if self.values.dim() == 2 else self.values[columns]
+
+    def products(self, rows: Tensor, sentences: slice, columns: slice) -> Tensor:
+        """root . row of some sentences: [sentences, K] -> [sentences] fp64."""
+        part = self.of(sentences, columns)
+        return (rows.double() * part).sum(1) if part.dim() == 2 else rows.double() @ part
+
+    def write_sums(self, weights: Tensor, rows: Tensor, sentences: slice, columns: slice) -> None:
+        """Write sum_b weight_b row_b, or the term of each sentence. weights: [sentences]; rows: [sentences, K]"""
+        rows = rows.double()
+        self.of(sentences, columns).copy_(weights[:, None] * rows if self.values.dim() == 2 else weights @ rows)
+
+
+@dataclass
 class _Weights:
     """[left; right] as ordinary linear-layer weights, in the storage type."""
 

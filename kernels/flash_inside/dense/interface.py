@@ -113,9 +113,10 @@ def _posteriors(
     for sentence in doubtful(trusted):
         words, length = take(emissions, lengths, [sentence], precision, statistics)
         if precision == "fp64":
-            (again,) = reference.posteriors(rules, words, length)
+            (again,) = reference.posteriors(rules.of_sentence(sentence), words, length)
         else:
-            (again,) = _posteriors(upcast_rules(rules), upcast(words), length, "fp64", backend, statistics)
+            own = upcast_rules(rules.of_sentence(sentence))
+            (again,) = _posteriors(own, upcast(words), length, "fp64", backend, statistics)
         tables[sentence] = tuple(table.to(scaled.compute_type(precision)) for table in again)
     return tables
 
@@ -136,12 +137,13 @@ def _checked(
     for sentences in one_word_and_others(doubtful(trusted), lengths):
         words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
         their_limits = None if limits is None else taken(limits, lengths, sentences)
+        own = rules.of_sentences(sentences)
         if their_lengths[0] == 1:
-            again = one_word_inside(rules.root, words, rules.nonterminals)
+            again = one_word_inside(own.root, words, rules.nonterminals)
         elif precision == "fp64":
-            again = reference.inside(rules, words, their_lengths, limits=their_limits)
+            again = reference.inside(own, words, their_lengths, limits=their_limits)
         else:
-            again = _checked(upcast_rules(rules), upcast(words), their_lengths, "fp64", statistics, their_limits)
+            again = _checked(upcast_rules(own), upcast(words), their_lengths, "fp64", statistics, their_limits)
         log_z = log_z.index_put((torch.tensor(sentences, device=log_z.device),), again.to(log_z.dtype))
     return log_z
 
@@ -170,11 +172,15 @@ def _check(
         raise ValueError(f"the reference backend computes in fp64 or fp32, not {precision}")
     lengths = check_lengths(lengths)
     root, pairs = rules
-    n, p = (rules.nonterminals, rules.preterminals) if pairs.dim() == 3 else (0, 0)
-    if n < 1 or p < 1 or pairs.shape[2] != n + p or root.shape not in ((n,), (n + p,)):
+    n, p = (rules.nonterminals, rules.preterminals) if pairs.dim() in (3, 4) else (0, 0)
+    fits = n > 0 and p > 0 and pairs.shape[-2] == n + p and root.dim() == pairs.dim() - 2
+    if not fits or root.shape[:-1] != pairs.shape[:-3] or root.shape[-1] not in (n, n + p):
         raise ValueError(
-            f"root must be [N] or [N+P] and pairs [N, N+P, N+P], not {list(root.shape)} and {list(pairs.shape)}"
+            f"root must be [N] or [N+P] and pairs [N, N+P, N+P], or both with [B, ...], not {list(root.shape)} and "
+            f"{list(pairs.shape)}"
         )
+    if rules.per_sentence and len(pairs) != len(lengths):
+        raise ValueError(f"{len(pairs)} grammars for {len(lengths)} sentences: one each is needed")
     if emissions.shape != (sum(lengths), p):
         raise ValueError(
             f"emissions must be [{sum(lengths)}, {p}] (words of all sentences, P), not {list(emissions.shape)}"

@@ -10,6 +10,7 @@ Slow, but exact in range: nothing underflows. Differentiable by autograd; -inf h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,25 +27,50 @@ class PairRules(NamedTuple):
     root    [N] or [N+P]      as in `flash_inside.Rules`
     pairs   [N, N+P, N+P]     pairs[A, B, C] = probability of the children B C given the parent A; each [N+P, N+P] sums
                               to 1; the N nonterminals come before the P preterminals
+
+    A leading dimension [B, ...] on both means one grammar per sentence (compound models).
     """
 
     root: Tensor
     pairs: Tensor
 
     @property
+    def per_sentence(self) -> bool:
+        return self.pairs.dim() == 4
+
+    @property
     def nonterminals(self) -> int:
-        return self.pairs.shape[0]
+        return self.pairs.shape[-3]
 
     @property
     def preterminals(self) -> int:
-        return self.pairs.shape[1] - self.pairs.shape[0]
+        return self.pairs.shape[-1] - self.pairs.shape[-3]
+
+    def of_sentence(self, sentence: int) -> PairRules:
+        """Return the grammar of one sentence: its own, or the common one."""
+        return PairRules(*(tensor[sentence] for tensor in self)) if self.per_sentence else self
+
+    def of_sentences(self, sentences: Sequence[int]) -> PairRules:
+        """Return the grammars of some sentences: their own, or the common one."""
+        if not self.per_sentence:
+            return self
+        index = torch.tensor(sentences, device=self.pairs.device)
+        return PairRules(*(tensor[index] for tensor in self))
+
+
+def columns_of(kind: str, n: int) -> tuple[slice, slice]:
+    """Return the left and the right children of a kind of split, among all symbols."""
+    left, right = (slice(n, None) if part == "P" else slice(0, n) for part in kind)
+    return left, right
 
 
 def block_of(pairs: Tensor, kind: str) -> Tensor:
-    """Return T of one kind of split, such as "PN" (a preterminal, then a nonterminal): [N, left x right]."""
-    n = pairs.shape[0]
-    left, right = (slice(n, None) if part == "P" else slice(0, n) for part in kind)
-    return pairs[:, left, right].flatten(1)
+    """Return T of one kind of split, such as "PN" (a preterminal, then a nonterminal): [N, left x right].
+
+    pairs: [N, N+P, N+P], or with a leading dimension, which T then has too.
+    """
+    left, right = columns_of(kind, pairs.shape[-3])
+    return pairs[..., left, right].flatten(-2)
 
 
 def kinds_of(width: int) -> list[tuple[str, slice]]:
@@ -65,8 +91,8 @@ def inside(
     """Return sentence log marginals [B] in `dtype` (fp64 or fp32). limits: see flash_inside/brackets.py."""
     span_scores = scores_of_brackets(limits, lengths, emissions.device, dtype)
     scores = [
-        _inside_of_sentence(rules, words, dtype, (own, None))
-        for words, own in zip(emissions.split(lengths), span_scores, strict=True)
+        _inside_of_sentence(rules.of_sentence(b), words, dtype, (own, None))
+        for b, (words, own) in enumerate(zip(emissions.split(lengths), span_scores, strict=True))
     ]
     return torch.stack(scores) + connection(rules, emissions).to(dtype)
 
@@ -87,10 +113,10 @@ def posteriors(
     tables = []
     with torch.inference_mode(False), torch.enable_grad():
         fixed = PairRules(*(tensor.detach().clone() for tensor in rules))
-        for words in emissions.detach().clone().split(lengths):
+        for b, words in enumerate(emissions.detach().clone().split(lengths)):
             size = len(words) + 1
             scores = torch.zeros(2, size, size, dtype=dtype, device=words.device).requires_grad_()
-            log_z = _inside_of_sentence(fixed, words, dtype, (scores[0], scores[1]))
+            log_z = _inside_of_sentence(fixed.of_sentence(b), words, dtype, (scores[0], scores[1]))
             there = log_z > NEGATIVE_INFINITY
             found = torch.autograd.grad(log_z, scores)[0] if there else torch.zeros_like(scores)
             tables.append((found[0].detach(), found[1].detach()))

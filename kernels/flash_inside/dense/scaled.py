@@ -5,6 +5,7 @@ a stored value). For each width, with c_ikj = exp(t_ik + t_kj - s_ij) and s_ij t
 
     X_ij[B, C] = sum_k c_ikj beta~_ik[B] beta~_kj[C]          batched products [left, splits] x [splits, right]
     v_ij[A]    = sum_BC T[A, B, C] X_ij[B, C]                 ONE product [spans, left x right] x [left x right, N]
+                                                              (rules per sentence: one batched product, tables.py)
     beta~_ij   = v_ij / m_ij,  t_ij = s_ij + log m_ij         m_ij the largest entry of v_ij
 
 X is made for a block of spans at a time, and for each kind of split (see reference.py) on its own. So a sentence takes
@@ -29,14 +30,14 @@ import torch
 from torch import Tensor
 
 from flash_inside.brackets import allowed_rows
-from flash_inside.dense.reference import PairRules, block_of, kinds_of
+from flash_inside.dense.reference import PairRules, kinds_of
+from flash_inside.dense.tables import PairTables
 from flash_inside.packing import Layout, SplitRows
 from flash_inside.precision import FORMATS, LARGEST_D_OF_TORCH, finite, gradient_type, matmul_precision
-from flash_inside.scaled import leaf_values
+from flash_inside.scaled import Root, leaf_values
 
 LARGEST_BLOCK = 1 << 24  # numbers of X, or of the parts of its splits, that are made at once: 64 MiB in fp32
 MOST_SPLITS_KEPT = 1 << 22  # of a chart, between its passes; the rows of the others are computed block by block
-KINDS = ("NN", "NP", "PN", "PP")
 
 
 class Result(NamedTuple):
@@ -124,13 +125,10 @@ class _Chart:
 
 
 def _filled_chart(
-    tables: dict[str, Tensor], emissions: Tensor, layout: Layout, precision: str, limits: np.ndarray | None
+    tables: PairTables, emissions: Tensor, layout: Layout, precision: str, limits: np.ndarray | None
 ) -> tuple[_Chart, Tensor]:
-    """Do the forward pass: return the chart, and what its rows of widths from 2 on were divided by, [rows - words].
-
-    tables: T of each kind, [N, left x right]
-    """
-    device, compute, n = emissions.device, compute_type(precision), len(tables["NN"])
+    """Do the forward pass: return the chart, and what its rows of widths from 2 on were divided by, [rows - words]."""
+    device, compute, n = emissions.device, compute_type(precision), tables.n
     leaf_word = torch.from_numpy(layout.leaf_word).to(device)
     leaves, leaf_scale = leaf_values(emissions, leaf_word, FORMATS["fp64" if compute == torch.float64 else "fp32"])
     scale = torch.zeros(layout.rows, dtype=torch.float64, device=device)
@@ -147,7 +145,7 @@ def _filled_chart(
             coefficient = (log_scale - largest).exp().to(compute)
             value = torch.zeros(len(log_scale), n, dtype=compute, device=device)
             for part in chart.parts(width, left, right, coefficient):
-                value.addmm_(part.pairs, tables[part.kind].T)
+                tables.add_parents(part.kind, part.pairs, value, width, rows)
             divisor = value.amax(1, keepdim=True)
             empty = divisor == 0
             divisor = torch.where(divisor > 0, divisor, 1.0)
@@ -158,7 +156,7 @@ def _filled_chart(
     return chart, divisors
 
 
-def _lost_rows(chart: _Chart, tables: dict[str, Tensor], emissions: Tensor) -> Tensor:
+def _lost_rows(chart: _Chart, tables: PairTables, emissions: Tensor) -> Tensor:
     """Find rows that are all zero although the grammar can derive something there: bool [rows].
 
     No split above has such a row, so no derivative shows the loss. What can be derived is found by the same
@@ -166,7 +164,7 @@ def _lost_rows(chart: _Chart, tables: dict[str, Tensor], emissions: Tensor) -> T
     """
     layout = chart.layout
     words = emissions.index_select(0, torch.from_numpy(layout.leaf_word).to(emissions.device))
-    possible = {kind: (table > 0).to(table.dtype) for kind, table in tables.items()}
+    possible = tables.possible()
     yes = _Chart(
         layout, (words > float("-inf")).to(chart.leaves.dtype), torch.zeros_like(chart.beta), chart.scale,
         chart.split_scale, chart.allowed, chart.split_rows,
@@ -175,7 +173,9 @@ def _lost_rows(chart: _Chart, tables: dict[str, Tensor], emissions: Tensor) -> T
         for rows, left, right, log_scale in yes.blocks(width):
             own, ones = yes.own(rows), torch.ones_like(log_scale, dtype=chart.beta.dtype)
             for part in yes.parts(width, left, right, ones):
-                there = (part.pairs > 0).to(chart.beta.dtype) @ possible[part.kind].T > 0
+                ways = torch.zeros_like(yes.beta[own])
+                possible.add_parents(part.kind, (part.pairs > 0).to(ways.dtype), ways, width, rows)
+                there = ways > 0
                 if chart.allowed is not None:
                     there &= chart.allowed[rows, None]
                 yes.beta[own] = torch.maximum(yes.beta[own], there.to(chart.beta.dtype))
@@ -193,39 +193,39 @@ class _Derivatives(NamedTuple):
 
 
 def _derivatives(
-    chart: _Chart, tables: dict[str, Tensor], divisors: Tensor, root: Tensor, top_rows: Tensor, top_sums: Tensor
+    chart: _Chart, tables: PairTables, divisors: Tensor, root: Root, top_rows: Tensor, top_sums: Tensor
 ) -> _Derivatives:
     """Compute D for an incoming gradient of 1 a sentence, from the widest spans down.
 
-    root: fp64; top_rows: [B] rows of whole sentences, top_sums: [B] fp64 root . beta~ (0 = no tree: no gradient)
+    top_rows: [B] rows of whole sentences, top_sums: [B] fp64 root . beta~ (0 = no tree: no gradient)
     """
     layout, compute, n = chart.layout, chart.beta.dtype, chart.n
     totals = {"N": torch.zeros_like(chart.beta), "P": torch.zeros_like(chart.leaves)}
     largest, posterior, before_word = (
-        torch.zeros(layout.rows, dtype=compute, device=root.device) for _ in ("largest", "posterior", "before")
+        torch.zeros(layout.rows, dtype=compute, device=top_sums.device) for _ in ("largest", "posterior", "before")
     )
     per_sentence = torch.where(top_sums > 0, 1.0 / top_sums, 0.0)
-    of_a_parent = sum(table.sum(1) for table in tables.values())
-    assert isinstance(of_a_parent, Tensor)
-    most_of_a_parent = of_a_parent.amax().clamp(min=1.0)  # 1, if rows sum to 1
+    most_of_a_parent = tables.most_of_a_parent()  # 1, if rows sum to 1
+    if tables.per_sentence:
+        most_of_a_parent = most_of_a_parent[torch.from_numpy(layout.sentence_of_rows()).to(top_sums.device)]  # [rows]
     for width in range(layout.longest, 1, -1):
         here = layout.span_rows(width)
         own = chart.own(here)
         d_beta = totals["N"][own]
         longer, ending = layout.alive[width + 1] if width < layout.longest else 0, layout.alive[width]
         if ending > longer:  # sentences of exactly this length get the gradient of the top
-            of_tops = (per_sentence[longer:ending, None] * root[:n]).to(compute)
+            of_tops = (per_sentence[longer:ending, None] * root.of(slice(longer, ending), slice(0, n))).to(compute)
             d_beta.index_add_(0, top_rows[longer:ending] - here.start, of_tops)
         posterior[here] = (chart.beta[own] * d_beta).sum(1)
         largest[here] = d_beta.abs().amax(1)
         d_beta /= divisors[own, None]  # in place: from here on D_v
-        largest[here] = torch.maximum(largest[here], d_beta.abs().sum(1) * most_of_a_parent)
+        most_here = most_of_a_parent[here] if tables.per_sentence else most_of_a_parent
+        largest[here] = torch.maximum(largest[here], d_beta.abs().sum(1) * most_here)
         for rows, left, right, log_scale in chart.blocks(width):
             coefficient = (log_scale - chart.split_scale[rows, None]).exp().to(compute)
             for part in chart.parts(width, left, right, coefficient):
-                by_pairs = (totals["N"][chart.own(rows)] @ tables[part.kind]).view(  # G
-                    len(left), part.left.shape[2], part.right.shape[2]
-                )
+                by_pairs = tables.by_pairs(part.kind, totals["N"][chart.own(rows)], width, rows)  # G
+                by_pairs = by_pairs.view(len(left), part.left.shape[2], part.right.shape[2])
                 d_left = torch.bmm(part.right, by_pairs.mT).mul_(part.coefficient)
                 d_right = torch.bmm(part.left, by_pairs).mul_(part.coefficient)
                 totals[part.kind[0]].index_add_(0, part.left_rows.flatten(), d_left.flatten(0, 1))
@@ -244,32 +244,36 @@ class _ScaledInside(torch.autograd.Function):
         ctx: Any, root: Tensor, pairs: Tensor, emissions: Tensor, layout: Layout, precision: str,
         limits: np.ndarray | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        n, words, device, compute = len(pairs), layout.words, emissions.device, compute_type(precision)
-        tables = {kind: block_of(pairs, kind).to(compute) for kind in KINDS}
-        wide_root = root.double()  # a trained root gives one-word sentences 1e-60, and it is only a vector
+        words, device, compute = layout.words, emissions.device, compute_type(precision)
+        tables = PairTables.cut(pairs, layout, compute)
+        n, one_word = tables.n, root.shape[-1] > tables.n
+        wide_root = Root.sorted(root, layout)
         with _products(precision):
             chart, divisors = _filled_chart(tables, emissions, layout, precision, limits)
             # root . beta~ of every sorted sentence; the one-word ones are the last
             top_rows = torch.from_numpy(layout.tops()).to(device)
             longer = layout.alive[2] if layout.longest > 1 else 0
             top_sums = torch.zeros(len(layout.lengths), dtype=torch.float64, device=device)
-            top_sums[:longer] = chart.beta[top_rows[:longer] - words].double() @ wide_root[:n]
-            if len(root) > n:
-                top_sums[longer:] = chart.leaves[top_rows[longer:]].double() @ wide_root[n:]
+            tops, single = slice(0, longer), slice(longer, None)
+            nonterminals, preterminals = slice(0, n), slice(n, None)
+            top_sums[tops] = wide_root.products(chart.beta[top_rows[tops] - words], tops, nonterminals)
+            if one_word:
+                top_sums[single] = wide_root.products(chart.leaves[top_rows[single]], single, preterminals)
             derivatives = _derivatives(chart, tables, divisors, wide_root, top_rows, top_sums)
         log_z = torch.where(top_sums > 0, top_sums.log() + chart.scale[top_rows], float("-inf"))
 
         # What can be believed.
         sentence = torch.from_numpy(layout.sentence_of_rows()).to(device)  # [rows]
         largest = torch.zeros_like(top_sums)  # [B] of |D|; a one-word sentence has only that of its leaf
-        if len(root) > n:
-            largest[longer:] = torch.where(top_sums[longer:] > 0, wide_root[n:].amax() / top_sums[longer:], 0.0)
+        if one_word:
+            most = wide_root.of(single, preterminals).amax(-1)
+            largest[single] = torch.where(top_sums[single] > 0, most / top_sums[single], 0.0)
         largest = largest.scatter_reduce_(0, sentence, derivatives.largest.double(), "amax")
         possible = torch.ones_like(top_sums, dtype=torch.bool)
         leaf_word = torch.from_numpy(layout.leaf_word).to(device)
         nothing = emissions.index_select(0, leaf_word).amax(1) == float("-inf")  # no preterminal has this word
         possible[sentence[:words][nothing]] = False
-        if len(root) == n:
+        if not one_word:
             possible[longer:] = False
         in_range = torch.isfinite(top_sums) & (largest <= LARGEST_D_OF_TORCH[compute])
         trusted = torch.where(top_sums > 0, in_range, ~possible)
@@ -287,9 +291,10 @@ class _ScaledInside(torch.autograd.Function):
         posterior[:words] = of_rows[:words].to(compute)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(
-                wide_root, chart.leaves, chart.beta, chart.scale, chart.split_scale, derivatives.values,
+                wide_root.values, chart.leaves, chart.beta, chart.scale, chart.split_scale, derivatives.values,
                 derivatives.leaves, top_rows, top_sums, believed,
             )  # fmt: skip
+            ctx.per_sentence = tables.per_sentence
             ctx.layout, ctx.precision, ctx.allowed, ctx.split_rows = layout, precision, chart.allowed, chart.split_rows
             ctx.gradient_types = [gradient_type(tensor) for tensor in (root, pairs, emissions)]
         results = layout.unsort(log_z.to(compute)), layout.unsort(trusted), posterior, before_word
@@ -299,7 +304,9 @@ class _ScaledInside(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_log_z: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:
-        root, leaves, beta, scale, split_scale, d_values, d_leaves, top_rows, top_sums, believed = ctx.saved_tensors
+        wide_root, leaves, beta, scale, split_scale, d_values, d_leaves, top_rows, top_sums, believed = (
+            ctx.saved_tensors
+        )
         layout, device, compute = ctx.layout, d_log_z.device, beta.dtype
         n, p, words = beta.shape[1], leaves.shape[1], layout.words
         order = torch.tensor(layout.order, device=device)
@@ -318,31 +325,26 @@ class _ScaledInside(torch.autograd.Function):
             ctx.split_rows,
         )  # fmt: skip
         weighted = cleared(d_values * gradient[sentence[words:], None], of_spans)
-        d_tables: dict[str, Tensor] = {}
+        d_tables = PairTables(layout, ctx.per_sentence)
         with _products(ctx.precision):
             for width in range(2, layout.longest + 1):
                 for rows, left, right, log_scale in chart.blocks(width):
                     coefficient = (log_scale - chart.split_scale[rows, None]).exp().to(compute)
                     for part in chart.parts(width, left, right, coefficient):
-                        if part.kind not in d_tables:
-                            sizes = (n, part.left.shape[2] * part.right.shape[2])
-                            d_tables[part.kind] = torch.zeros(sizes, dtype=compute, device=device)
-                        d_tables[part.kind].addmm_(weighted[chart.own(rows)].T, part.pairs)
-
-        d_pairs = torch.zeros(n, n + p, n + p, dtype=compute, device=device)
-        for kind, table in d_tables.items():
-            first, second = (slice(n, None) if part == "P" else slice(0, n) for part in kind)
-            d_pairs[:, first, second] = table.view(n, p if kind[0] == "P" else n, -1)
+                        d_tables.add_counts(part.kind, weighted[chart.own(rows)], part.pairs, width, rows)
 
         per_sentence = torch.where(believed, gradient / top_sums, 0.0)  # [B] fp64
         longer = layout.alive[2] if layout.longest > 1 else 0
-        d_root = torch.zeros_like(root)
-        d_root[:n] = per_sentence[:longer] @ beta[top_rows[:longer] - words].double()
+        tops, single, nonterminals, preterminals = slice(0, longer), slice(longer, None), slice(0, n), slice(n, None)
+        root, d_root = Root(wide_root), Root(torch.zeros_like(wide_root))
+        d_root.write_sums(per_sentence[tops], beta[top_rows[tops] - words], tops, nonterminals)
         d_leaf_rows = cleared(d_leaves * gradient[sentence[:words], None], of_words)
-        if len(root) > n:
-            one_word = top_rows[longer:]
-            d_root[n:] = per_sentence[longer:] @ leaves[one_word].double()
-            d_leaf_rows[one_word] += (per_sentence[longer:, None] * root[n:]).to(compute)
+        if root.values.shape[-1] > n:
+            one_word = top_rows[single]
+            d_root.write_sums(per_sentence[single], leaves[one_word], single, preterminals)
+            d_leaf_rows[one_word] += (per_sentence[single, None] * root.of(single, preterminals)).to(compute)
         d_emissions = torch.empty_like(d_leaf_rows)
         d_emissions[torch.from_numpy(layout.leaf_word).to(device)] = d_leaf_rows * leaves
-        return (*map(finite, (d_root, d_pairs, d_emissions), ctx.gradient_types), None, None, None)
+        d_root_given = layout.unsort(d_root.values) if ctx.per_sentence else d_root.values
+        d_pairs = d_tables.joined(n, p, beta)
+        return (*map(finite, (d_root_given, d_pairs, d_emissions), ctx.gradient_types), None, None, None)
