@@ -83,6 +83,6 @@ def bounds_for_people(report: dict[str, Any]) -> str:
         return f"{bound:.3f} (standard error {'-' if error is None else f'{error:.3f}'})"
 
     return (
-        f"perplexity at most {figure('elbo')} by the evidence lower bound, at most {figure('importance_weighted')} by the "
-        f"importance-weighted bound: estimates of upper bounds, {report['samples']} samples a line"
+        f"perplexity at most {figure('elbo')} by the evidence lower bound, at most {figure('importance_weighted')} by "
+        f"the importance-weighted bound: estimates of upper bounds, {report['samples']} samples a line"
     )

@@ -31,7 +31,6 @@ from flash_inside import Statistics
 from flash_inside.packing import taken
 from flash_inside.softmax import product_precision
 from lm_pcfg.grammar.computation import EXACT, Computation
-from lm_pcfg.grammar.dense import DenseGrammar
 from lm_pcfg.grammar.dropout import Latent
 from lm_pcfg.grammar.emission import padded_ids
 from lm_pcfg.grammar.grammar import Grammar
@@ -219,22 +218,25 @@ class Compound(NamedTuple):
         compute: Callable[[Any, _Chunk], tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """compute: log p(x | z) of a chunk of sentences from their grammars, and perhaps more"""
-        latent, parts = self.computation.dropout.latent, []
-        for some in self._chunks(words, lengths, limits):
-            posterior = self.posterior(some.words, some.lengths)
-            if self.estimate == "kl":
-                parts.append((posterior.divergence(),))
-                continue
-            noise = sentence_noise(some.words, some.lengths, self.networks.module.latent, latent, self.draw)
-            noise = noise.to(posterior.mean.dtype).to(posterior.mean.device, non_blocking=True)
-            if self.estimate == "bound":
-                cost = latent.kl_weight * posterior.divergence()
-            else:
-                cost = posterior.log_ratio(noise)
-            grammar = self.given(posterior.at(noise), some.lengths)
-            log_p, *others = _through_entrances(grammar, lambda leaves, some=some: compute(leaves, some))
-            parts.append((log_p - cost, *others))
+        if not lengths:
+            nothing = self.tensors[0].new_zeros(0)
+            return nothing, nothing.bool()
+        parts = [self._of_chunk(some, compute) for some in self._chunks(words, lengths, limits)]
         return tuple(torch.cat(of_all) for of_all in zip(*parts, strict=True))
+
+    def _of_chunk(self, some: _Chunk, compute: Callable[[Any, _Chunk], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        posterior, latent = self.posterior(some.words, some.lengths), self.computation.dropout.latent
+        if self.estimate == "kl":
+            return (posterior.divergence(),)
+        noise = sentence_noise(some.words, some.lengths, self.networks.module.latent, latent, self.draw)
+        noise = noise.to(posterior.mean.dtype).to(posterior.mean.device, non_blocking=True)
+        if self.estimate == "bound":
+            cost = latent.kl_weight * posterior.divergence()
+        else:
+            cost = posterior.log_ratio(noise)
+        grammar = self.given(posterior.at(noise), some.lengths)
+        log_p, *others = _through_entrances(grammar, lambda leaves: compute(leaves, some))
+        return (log_p - cost, *others)
 
     def posterior(self, words: Tensor, lengths: list[int]) -> Posterior:
         with product_precision(self.computation.precision):
@@ -248,16 +250,15 @@ class Compound(NamedTuple):
 
     def _chunks(self, words: Tensor, lengths: list[int], limits: np.ndarray | None = None) -> Iterator[_Chunk]:
         """Without gradients, yield some sentences at a time: what is kept for a backward pass is kept anyway."""
-        most = len(lengths)
-        if not torch.is_grad_enabled():
-            most = max(1, LARGEST_CHUNK // self.networks.module.numbers)
-        for first in range(0, len(lengths), max(1, most)):
+        most = max(1, LARGEST_CHUNK // self.networks.module.numbers)
+        if torch.is_grad_enabled() or len(lengths) <= most:
+            yield _Chunk(words, lengths, limits)
+            return
+        for first in range(0, len(lengths), most):
             some = range(first, min(first + most, len(lengths)))
-            parts = (
-                None if all_of is None else taken(all_of, lengths, some) for all_of in (words.cpu().numpy(), limits)
-            )
-            own_words, own_limits = parts
-            yield _Chunk(torch.from_numpy(own_words), [lengths[sentence] for sentence in some], own_limits)
+            own_limits = None if limits is None else taken(limits, lengths, some)
+            own_words = torch.from_numpy(taken(words.cpu().numpy(), lengths, some))
+            yield _Chunk(own_words, [lengths[sentence] for sentence in some], own_limits)
 
     # ---- trees: of the grammar of the posterior mean ----------------------------------------------------------------
 
@@ -363,7 +364,7 @@ def _through_entrances(grammar: Any, compute: Callable[[Any], tuple[Tensor, ...]
 
 
 class _Entered(torch.autograd.Function):
-    """Log-probabilities computed on leaves, whose gradients then enter at the tensors that the leaves were copied from."""
+    """Log-probabilities computed on leaves, whose gradients then enter at the tensors that these are copies of."""
 
     @staticmethod
     def forward(ctx: Any, log_p: list[Tensor], leaves: tuple[Tensor, ...], *tensors: Tensor) -> Tensor:

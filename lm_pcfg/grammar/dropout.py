@@ -97,7 +97,7 @@ class FeatureDropout(NamedTuple):
 
 
 class Latent(NamedTuple):
-    """How the latent vectors of a step are drawn (compound models), and what their KL term counts; else: as scores are."""
+    """How latent vectors are drawn (compound models), and what their KL term counts; by default as in scores."""
 
     seed: int = 0
     step: int | None = None  # None: of no step, for scores

@@ -63,10 +63,10 @@ class _ChildProbabilities(torch.autograd.Function):
         with product_precision(precision):
             for children, probabilities in ((left_children, left), (right_children, right)):
                 b, out = operand(_of_sentences(children), precision), _of_sentences(probabilities)
-                for some, block in _blocks(*out.shape, largest_block):
-                    rows.softmax(
-                        multiply(a[some, block], b[some].mT, wide).flatten(0, 1), out[some, block].flatten(0, 1)
-                    )
+                for some, block in _blocks(out, largest_block):
+                    logits = multiply(a[some, block], b[some].mT, wide)
+                    rows.softmax(logits.flatten(0, 1), out[some, block].flatten(0, 1))
+                    del logits  # before the next block is made
         ctx.save_for_backward(parents, left_children, right_children, left, right)
         if dtype == wide:
             ctx.first_entrance = 0
@@ -92,9 +92,10 @@ class _ChildProbabilities(torch.autograd.Function):
                 if gradient is None:
                     d_children.append(torch.zeros_like(children))
                     continue
-                of_parents, parts = torch.empty_like(parents), []
+                of_parents = torch.empty_like(parents)
+                parts: list[Tensor] = []  # of the gradient by the children: some sentences each
                 b, p, g = operand(_of_sentences(children), precision), *map(_of_sentences, (probabilities, gradient))
-                for some, block in _blocks(*p.shape, ctx.largest_block):
+                for some, block in _blocks(p, ctx.largest_block):
                     d_logits = torch.empty(p[some, block].shape, dtype=a.dtype, device=a.device)
                     rows.softmax_gradient(
                         p[some, block].flatten(0, 1), g[some, block].flatten(0, 1).contiguous(), d_logits.flatten(0, 1)
@@ -117,8 +118,9 @@ def _of_sentences(table: Tensor) -> Tensor:
     return table if table.dim() == 3 else table[None]
 
 
-def _blocks(sentences: int, parents: int, symbols: int, largest: int) -> Iterator[tuple[slice, slice]]:
+def _blocks(probabilities: Tensor, largest: int) -> Iterator[tuple[slice, slice]]:
     """Yield sentences and rows whose logits are made at a time: all rows of some sentences, or some rows of one."""
+    sentences, parents, symbols = probabilities.shape
     for some in blocks(sentences, parents * symbols, largest):
         for block in blocks(parents, (some.stop - some.start) * symbols, largest):
             yield some, block

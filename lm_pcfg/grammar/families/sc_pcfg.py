@@ -7,8 +7,8 @@ With z ~ N(0, I) of k numbers, E the embeddings of symbols, s that of the start 
         right       softmax over C of g4(C, z) . g3(A, z)
         emission    softmax over w of u_w . f5(T, z)              f5: Linear [E_T; z], Res, Res
 
-Res is as in sn_pcfg.py. Where the weights of z are 0, every sentence has the SN-PCFG of the other weights. * The mass of
-S -> preterminal has a parameter of its own (`root_probabilities`).
+Res is as in sn_pcfg.py. Where the weights of z are 0, every sentence has the SN-PCFG of the other weights.
+* The mass of S -> preterminal has a parameter of its own (`root_probabilities`).
 
 lm_pcfg/grammar/compound.py has the encoder, the bound that is trained, and what is done with z elsewhere. State dropout
 leaves out symbols, as in sn_pcfg.py.
