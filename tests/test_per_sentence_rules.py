@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_inside import Statistics, dense
-from flash_inside.dense import PairRules, scaled
+import flash_inside
+from flash_inside import Rules, Statistics, dense, recomputation, scaled
+from flash_inside.dense import PairRules
+from flash_inside.dense import scaled as dense_scaled
+from flash_inside.devices import chunks_of_sentences, sentence_memory
 from flash_inside.packing import Layout
-from grammars import random_emissions
+from flash_inside.precision import TOLERANCE
+from grammars import enumerate_trees, random_emissions, random_rules, rules_that_lose_a_row, score_of
 from test_brackets import packed_limits, some_brackets
 from test_dense import enumerated, pair_rules
 
@@ -49,13 +53,177 @@ def test_rows_by_sentence():
     layout = Layout([4, 7, 7, 2, 4, 1, 4])
     order, runs = layout.by_sentence()
     sentence = layout.sentence_of_rows()
-    assert sorted(order) == list(range(layout.words, layout.rows))
+    assert sorted(order) == sorted({*range(layout.words, layout.rows)} - {*layout.tops()})
     for run in runs:
         for b, rows in zip(
             range(run.sentences.start, run.sentences.stop), run.of(torch.from_numpy(order)), strict=True
         ):
             assert (sentence[rows] == b).all()
-            assert len(rows) == layout.lengths[b] * (layout.lengths[b] - 1) // 2
+            assert len(rows) == layout.lengths[b] * (layout.lengths[b] - 1) // 2 - 1
+
+
+# ---- simple rules ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("root", ["all", "nonterminals"])
+def test_equals_enumeration(root, backend):
+    each = [random_rules(3, 4, root=root, spread=2.0, seed=b) for b in range(len(LENGTHS))]
+    rules, emissions = of_all(each), random_emissions(sum(LENGTHS), 4)
+    brackets = [some_brackets(length, seed) for seed, length in enumerate(LENGTHS)]
+    log_z = flash_inside.inside(rules, emissions, LENGTHS, "fp64", backend)
+    within = flash_inside.inside(rules, emissions, LENGTHS, "fp64", backend, limits=packed_limits(brackets, LENGTHS))
+    tables = flash_inside.span_marginals(rules, emissions, LENGTHS, "fp64", backend)
+    for b, words in enumerate(emissions.split(LENGTHS)):
+        total, spans = enumerate_trees(each[b], words)
+        assert log_z[b].exp().item() == pytest.approx(total, rel=1e-12)
+        torch.testing.assert_close(tables[b], torch.from_numpy(spans), rtol=0, atol=1e-12)
+        assert within[b].exp().item() == pytest.approx(enumerate_trees(each[b], words, brackets[b])[0], rel=1e-12)
+
+
+def inside(lengths, precision="fp64", backend="torch", **options):
+    """The inside algorithm as a function of tensors."""
+    return lambda root, left, right, words: flash_inside.inside(
+        Rules(root, left, right), words, lengths, precision, backend, **options
+    )
+
+
+@pytest.mark.parametrize("lengths", [[7, 1, 4, 9, 4, 1, 7], [6] * 4, [1, 1, 1], [2, 2, 3]], ids=str)
+@pytest.mark.parametrize("root", ["all", "nonterminals"])
+def test_equals_each_sentence_alone(lengths, root, monkeypatch):
+    monkeypatch.setattr(scaled, "LARGEST_BLOCK", 50)
+    each = [random_rules(4, 5, root=root, seed=b) for b in range(len(lengths))]
+    rules, emissions = of_all(each), random_emissions(sum(lengths), 5)
+    weights = torch.arange(1.0, len(lengths) + 1)
+    impossible = [root == "nonterminals" and length == 1 for length in lengths]
+    weights[impossible] = 0.0
+    found = gradients_of(lambda *t: inside(lengths)(*t).nan_to_num(neginf=0.0), [*rules, emissions], weights)
+    log_z = flash_inside.inside(rules, emissions, lengths, "fp64")
+    spans = flash_inside.span_marginals(rules, emissions, lengths, "fp64")
+    siblings = flash_inside.last_siblings(rules, emissions, lengths)
+    best = flash_inside.viterbi(rules, emissions, lengths, "fp64", "torch")
+    drawn = flash_inside.sample_trees(rules, emissions, lengths, 3)
+    d_words = found[4].split(lengths)
+    for b, words in enumerate(emissions.split(lengths)):
+        length, own = [len(words)], each[b]
+        assert (log_z[b] == float("-inf")) == impossible[b]
+        alone = gradients_of(lambda *t: inside([len(t[3])])(*t).nan_to_num(neginf=0.0), [*own, words], weights[b])
+        of_batch = (found[0][b : b + 1], *(found[number][b] for number in (1, 2, 3)), d_words[b])
+        for one, other in zip(of_batch, alone, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(spans[b], flash_inside.span_marginals(own, words, length, "fp64")[0])
+        torch.testing.assert_close(siblings[b], flash_inside.last_siblings(own, words, length)[0])
+        assert best[b] == flash_inside.viterbi(own, words, length, "fp64", "torch")[0]
+        assert best[b][1] == flash_inside.viterbi(own, words, length, "fp64", "reference")[0][1]
+        assert len(drawn[b]) == (0 if impossible[b] else 3)
+        for score, tree in drawn[b]:
+            assert score == pytest.approx(score_of(own, words, tree))
+
+
+def test_copies_of_one_grammar_are_that_grammar():
+    rules, emissions = random_rules(4, 5), random_emissions(sum(LENGTHS), 5)
+    copies, weights = of_all([rules] * len(LENGTHS)), torch.arange(1.0, len(LENGTHS) + 1)
+    one = gradients_of(inside(LENGTHS), [*rules, emissions], weights)
+    each = gradients_of(inside(LENGTHS), [*copies, emissions], weights)
+    for number, (shared, own) in enumerate(zip(one, each, strict=True)):
+        torch.testing.assert_close(own.sum(0) if 1 <= number <= 3 else own, shared, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("root", ["all", "nonterminals"])
+def test_gradients(root):
+    lengths = [3, 1, 3] if root == "all" else [3, 2, 3]
+    rules = of_all([random_rules(2, 2, root=root, seed=b) for b in range(len(lengths))])
+    inputs = [tensor.clone().requires_grad_() for tensor in (*rules, random_emissions(sum(lengths), 2))]
+    for limits in (None, packed_limits([[(1, 3)], *([[]] * 2)], lengths)):
+        assert torch.autograd.gradcheck(inside(lengths, limits=limits), inputs, fast_mode=limits is not None)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_leaves_the_range_is_recomputed_with_its_own_rules(precision, monkeypatch):
+    """And only its rules are converted to fp64."""
+    lengths = [7, 1, 4, 10, 2, 5, 6]
+    spreads = [1.0, 30.0, 30.0, 1.0, 30.0, 300.0, 0.5]
+    each = [random_rules(4, 6, spread=spread, seed=b, dtype=torch.float32) for b, spread in enumerate(spreads)]
+    rules, emissions = of_all(each), random_emissions(sum(lengths), 6, spread=30.0, dtype=torch.float32)
+    limits = packed_limits([some_brackets(length, seed) for seed, length in enumerate(lengths)], lengths)
+    converted, upcast = [], recomputation.upcast
+    monkeypatch.setattr(recomputation, "upcast", lambda tensor: converted.append(tensor) or upcast(tensor))
+    for own in (None, limits):
+        converted.clear()
+        statistics, weights = Statistics(), torch.ones(len(lengths))
+        found = gradients_of(
+            inside(lengths, precision, statistics=statistics, limits=own), [*rules, emissions], weights
+        )
+        wide = [tensor.double() for tensor in (*rules, emissions)]
+        truth = gradients_of(inside(lengths, "fp64", "reference", limits=own), wide, weights)
+        assert statistics.sentences == len(lengths)
+        assert 0 < statistics.recomputed < len(lengths)
+        assert max(len(tensor) for tensor in converted if tensor.dim() == 3) <= statistics.recomputed
+        torch.testing.assert_close(found[0].double(), truth[0], rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(found[4].double(), truth[4], rtol=0, atol=1e-5)
+        for number in (1, 2, 3):
+            counts, true_counts = (gradient[number].double() * wide[number - 1] for gradient in (found, truth))
+            torch.testing.assert_close(counts, true_counts, rtol=0, atol=1e-4)
+    tables = flash_inside.span_marginals(rules, emissions, lengths, precision)
+    true_tables = flash_inside.span_marginals(Rules(*wide[:3]), wide[3], lengths, "fp64", "reference")
+    for table, spans in zip(tables, true_tables, strict=True):
+        torch.testing.assert_close(table.double(), spans, rtol=0, atol=1e-5)
+
+
+def test_unchecked_names_the_sentences_that_are_not_trusted():
+    lengths, spreads = [7, 4, 6], [1.0, 60.0, 0.5]
+    each = [random_rules(4, 6, spread=spread, seed=b, dtype=torch.float32) for b, spread in enumerate(spreads)]
+    emissions = random_emissions(sum(lengths), 6, dtype=torch.float32)
+    emissions[7:11] *= 30.0
+    inputs = [tensor.clone().requires_grad_() for tensor in (*of_all(each), emissions)]
+    log_z, trusted = flash_inside.inside_unchecked(Rules(*inputs[:3]), inputs[3], lengths)
+    assert trusted.tolist() == [True, False, True]
+    for gradient in torch.autograd.grad(log_z[trusted].sum(), inputs[:3]):
+        assert gradient[0].any()
+        assert gradient[2].any()
+        assert not gradient[1].any()
+
+
+def test_a_row_that_is_lost_as_a_whole_is_noticed():
+    """In one of two grammars, the other of which has no zeros."""
+    losing, words = rules_that_lose_a_row(1e-25, 1e-24, 1e-27, 1e-2)
+    fine = random_rules(5, 3, dtype=torch.float32)
+    rules, emissions = of_all([fine, losing, fine]), torch.cat((words, words, words[:2]))
+    statistics = Statistics()
+    found = flash_inside.inside(rules, emissions, [3, 3, 2], "fp32", "torch", statistics)
+    wide = Rules(*(tensor.double() for tensor in rules))
+    truth = flash_inside.inside(wide, emissions.double(), [3, 3, 2], "fp64", "reference")
+    torch.testing.assert_close(found.double(), truth, rtol=1e-6, atol=0)
+    assert statistics.recomputed == 1
+
+
+def test_bf16_charts():
+    """More nonterminals than get a chart in fp32, and no short sentence."""
+    n, p, lengths = 264, 40, [18, 17, 18]
+    rules = of_all([random_rules(n, p, seed=b, dtype=torch.bfloat16) for b in range(3)])
+    emissions = random_emissions(sum(lengths), p, dtype=torch.float32)
+    weights = torch.ones(3)
+    found = gradients_of(inside(lengths, "bf16"), [*rules, emissions], weights)
+    wide = [tensor.double() for tensor in (*rules, emissions)]
+    truth = gradients_of(inside(lengths), wide, weights)
+    torch.testing.assert_close(found[0].double(), truth[0], rtol=TOLERANCE["bf16"][0], atol=0)
+    for value, one, other in zip((*wide[:3], torch.ones(())), found[1:], truth[1:], strict=True):
+        assert ((one.double() - other) * value).norm() <= TOLERANCE["bf16"][1] * (other * value).norm()
+
+
+def test_memory_is_planned_in_chunks_of_sentences():
+    n, p, lengths = 2048, 4096, [40] * 16
+    one = sentence_memory(40, n, p, "bf16")
+    assert 2 * n * (n + p) * 2 * 2 < one < 2 * n * (n + p) * 2 * 6
+    assert chunks_of_sentences(lengths, n, p, "bf16", 5.5 * one) == [
+        slice(0, 5),
+        slice(5, 10),
+        slice(10, 15),
+        slice(15, 16),
+    ]
+    assert chunks_of_sentences(lengths, n, p, "bf16", 0.0) == [slice(b, b + 1) for b in range(16)]
+    assert chunks_of_sentences(lengths, n, p, "bf16", float("inf")) == [slice(0, 16)]
+    assert chunks_of_sentences([], n, p, "bf16", one) == []
 
 
 # ---- rules over pairs of children -----------------------------------------------------------------------------------
@@ -79,7 +247,7 @@ def test_dense_equals_enumeration(root, backend):
 
 @pytest.mark.parametrize("lengths", [[7, 1, 4, 9, 4, 1, 7], [6] * 4])
 def test_dense_equals_each_sentence_alone(lengths, monkeypatch):
-    monkeypatch.setattr(scaled, "LARGEST_BLOCK", 200)  # blocks of spans end within sentences
+    monkeypatch.setattr(dense_scaled, "LARGEST_BLOCK", 200)  # blocks of spans end within sentences
     each = [pair_rules(3, 4, seed=b) for b in range(len(lengths))]
     rules, emissions = of_all(each), random_emissions(sum(lengths), 4)
     weights = torch.arange(1.0, len(lengths) + 1)
@@ -101,7 +269,7 @@ def test_dense_equals_each_sentence_alone(lengths, monkeypatch):
 
 
 def test_dense_gradients():
-    lengths = [3, 1, 4, 3]
+    lengths = [3, 1, 3]
     rules = of_all([pair_rules(2, 2, seed=b) for b in range(len(lengths))])
     inputs = [tensor.clone().requires_grad_() for tensor in (*rules, random_emissions(sum(lengths), 2))]
     assert torch.autograd.gradcheck(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from flash_inside.precision import chart_format
 
 CPU = torch.device("cpu")
 
@@ -86,6 +90,35 @@ def _row_memory(nonterminals: int, precision: str) -> int:
     return (8 if precision == "fp64" else 4) * 5 * nonterminals + 100
 
 
+def sentence_memory(length: int, nonterminals: int, preterminals: int, precision: str) -> float:
+    """Return the bytes that a sentence with rules of its own takes at most, its gradients included.
+
+    That is four times left and right (as given, sorted by length, gradients as computed and as returned), twelve
+    numbers a nonterminal for each span, and four a preterminal for each word.
+    """
+    size = chart_format(precision, nonterminals).storage.itemsize
+    rules = 2 * nonterminals * (nonterminals + preterminals)
+    spans = length * (length + 1) // 2
+    return size * (4 * rules + 12 * nonterminals * spans) + 16 * preterminals * length + 200 * spans
+
+
+def chunks_of_sentences(
+    lengths: Sequence[int], nonterminals: int, preterminals: int, precision: str, memory: float
+) -> list[slice]:
+    """Cut sentences with rules of their own into consecutive chunks that take so many bytes each, or have one sentence.
+
+    Whoever makes the rules of a batch calls this, and makes and uses those of one chunk at a time.
+    """
+    starts, used = [0], 0.0
+    for number, length in enumerate(lengths):
+        needed = sentence_memory(length, nonterminals, preterminals, precision)
+        if used + needed > memory and number > starts[-1]:
+            starts.append(number)
+            used = 0.0
+        used += needed
+    return [slice(*ends) for ends in itertools.pairwise((*starts, len(lengths)))] if lengths else []
+
+
 def check_memory(needed: float, device: torch.device = CPU) -> None:
     """Raise MemoryError if the device, or this process, has fewer bytes than that in all.
 
@@ -94,6 +127,12 @@ def check_memory(needed: float, device: torch.device = CPU) -> None:
     there = memory_of(device)
     if needed > there:
         raise MemoryError(f"at least {needed / 2**30:,.1f} GiB are needed, and there are {there / 2**30:,.1f}")
+
+
+def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to the device, asynchronously."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def copy_to_host(tensor: Tensor) -> Callable[[], Any]:

@@ -55,15 +55,6 @@ def inside(
         limits = check_limits(limits, lengths)
     if backend == "reference":
         return reference.inside(rules, emissions, lengths, FORMATS[precision].compute, limits)
-    if rules.per_sentence:
-        ends = np.cumsum(lengths).tolist()
-        scores = []
-        for b, (words, length, end) in enumerate(zip(emissions.split(lengths), lengths, ends, strict=True)):
-            own = None if limits is None else limits[end - length : end]
-            scores.append(
-                recomputation.inside(rules.of_sentence(b), words, [length], precision, backend, statistics, own)
-            )
-        return torch.cat(scores)
     return recomputation.inside(rules, emissions, lengths, precision, backend, statistics, limits)
 
 
@@ -82,7 +73,7 @@ def inside_unchecked(
     """
     lengths = _check(rules, emissions, lengths, precision, backend)
     backend = _choose(backend, emissions, precision)
-    if not lengths or rules.per_sentence or backend == "reference":
+    if not lengths or backend == "reference":
         log_z = inside(rules, emissions, lengths, precision, backend, limits=limits)
         return log_z, torch.ones_like(log_z, dtype=torch.bool)
     if limits is not None:
@@ -109,13 +100,6 @@ def span_marginals(
         statistics.sentences += len(lengths)
     if backend == "reference":
         return reference.span_marginals(rules, emissions, lengths, FORMATS[precision].compute)
-    if rules.per_sentence:
-        tables = []
-        for b, words in enumerate(emissions.split(lengths)):
-            tables += recomputation.span_marginals(
-                rules.of_sentence(b), words, [lengths[b]], precision, backend, statistics
-            )
-        return tables
     return recomputation.span_marginals(rules, emissions, lengths, precision, backend, statistics) if lengths else []
 
 
@@ -135,9 +119,6 @@ def viterbi(
     _check_values(rules, emissions, "no tree is the best")
     if backend == "reference":
         return reference.viterbi(rules, emissions, lengths, FORMATS[precision].compute)
-    if rules.per_sentence:
-        parts = enumerate(emissions.split(lengths))
-        return [viterbi(rules.of_sentence(b), words, [len(words)], precision, backend)[0] for b, words in parts]
     return trees.best_trees(rules, emissions, lengths, FORMATS[precision].compute, triton=backend == "triton")
 
 
@@ -159,7 +140,8 @@ def sample_trees(
     precision   "fp64", or fp32 values for every other: a fraction of the memory, and probabilities that are off by
                 about 1e-7 x |log p(sentence)|. Draws are fp64 in any case, and log p(tree, sentence) is summed in fp64
 
-    Plain PyTorch on any device. The chart is kept: 3N numbers for each span of each sentence.
+    Plain PyTorch on any device. The chart is kept: 3N numbers for each span of each sentence. Rules per sentence are
+    worked off one sentence after another.
     """
     lengths = _check(rules, emissions, lengths, precision, "torch")
     if samples < 0:
@@ -183,7 +165,8 @@ def last_siblings(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[in
     """Return the posterior of where the sibling of the last word begins: fp64 [l - 1] a sentence, which sums to 1.
 
     For sentences whose last word is an end marker: without it, the nodes (i, l) and (i, l - 1) are one span, and both
-    are there with this probability. A sentence the grammar cannot generate has zeros.
+    are there with this probability. A sentence the grammar cannot generate has zeros. Rules per sentence are worked off
+    one sentence after another, so that those of one are in fp64 at a time.
     """
     lengths = _check(rules, emissions, lengths, "fp64", "torch")
     if rules.per_sentence:

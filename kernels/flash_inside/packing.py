@@ -91,9 +91,15 @@ class Layout:
         return runs(counts)
 
     def by_sentence(self) -> tuple[np.ndarray, list[Run]]:
-        """Return the rows of the widths from 2 on, one sentence's after another's, and their runs."""
-        sentence = self.sentence_of_rows()[self.words :]
-        return self.words + np.argsort(sentence, kind="stable"), runs(self.lengths * (self.lengths - 1) // 2)
+        """Return the rows of the widths from 2 on, one sentence's after another's, and their runs.
+
+        Those of whole sentences are left out: they are nobody's children.
+        """
+        sentence = self.sentence_of_rows()
+        sentence[: self.words], sentence[self.tops()] = -1, -1
+        order = np.argsort(sentence, kind="stable")
+        counts = (self.lengths * (self.lengths - 1) // 2 - 1).clip(min=0)
+        return order[len(order) - counts.sum() :], runs(counts)
 
     @property
     def sorted(self) -> bool:

@@ -109,14 +109,11 @@ def product_precision(precision: str) -> AbstractContextManager[None]:
 
 
 def product(a: Tensor, b: Tensor, compute: torch.dtype) -> Tensor:
-    """Return a @ b with operands in the storage type, accumulated and returned in the compute type.
-
-    Both are matrices, or both are as many matrices: [n, k], [k, m] or [B, n, k], [B, k, m].
-    """
+    """Return a @ b, or a batch of these: operands in the storage type, accumulated and returned in the compute type."""
     if a.dtype == compute:
         return a @ b
     if a.is_cuda:
-        return torch.mm(a, b, out_dtype=compute) if a.dim() == 2 else torch.bmm(a, b, out_dtype=compute)
+        return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=compute)
     return a.to(compute) @ b.to(compute)
 
 

@@ -62,12 +62,13 @@ def inside(
     for sentences in one_word_and_others(doubtful(trusted), lengths):
         words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
         their_limits = None if limits is None else taken(limits, lengths, sentences)
+        own = rules.of_sentences(sentences)
         if their_lengths[0] == 1:
-            again = reference.one_word_inside(rules.root, words, rules.nonterminals)
+            again = reference.one_word_inside(own.root, words, rules.nonterminals)
         elif precision == "fp64":
-            again = reference.inside(rules, words, their_lengths, limits=their_limits)
+            again = reference.inside(own, words, their_lengths, limits=their_limits)
         else:
-            wide_rules = Rules(*(upcast(tensor) for tensor in rules))
+            wide_rules = Rules(*(upcast(tensor) for tensor in own))
             again = inside(wide_rules, upcast(words), their_lengths, "fp64", "torch", statistics, their_limits)
         index = torch.tensor(sentences, device=log_z.device)
         log_z = log_z.index_put((index,), again.to(log_z.dtype))
@@ -84,10 +85,11 @@ def span_marginals(
     tables = layout.square_tables(result.posterior)
     if sentences := doubtful(result.trusted):
         words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
+        own = rules.of_sentences(sentences)
         if precision == "fp64":
-            again = reference.span_marginals(rules, words, their_lengths)
+            again = reference.span_marginals(own, words, their_lengths)
         else:
-            again = span_marginals(rules, words, their_lengths, "fp64", "torch", statistics)
+            again = span_marginals(own, words, their_lengths, "fp64", "torch", statistics)
         for sentence, table in zip(sentences, again, strict=True):
             tables[sentence] = table.to(tables[sentence].dtype)
     return tables

@@ -40,6 +40,13 @@ class Rules(NamedTuple):
         """Return the grammar of one sentence: its own, or the common one."""
         return Rules(*(tensor[sentence] for tensor in self)) if self.per_sentence else self
 
+    def of_sentences(self, sentences: Sequence[int]) -> Rules:
+        """Return the grammars of some sentences: a copy of their own, or the common one."""
+        if not self.per_sentence:
+            return self
+        index = torch.tensor(sentences, device=self.left.device)
+        return Rules(*(tensor[index] for tensor in self))
+
 
 class ResidentRules(Rules):
     """Rules of training steps, which stay at the same addresses while their values change.

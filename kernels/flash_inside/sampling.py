@@ -66,7 +66,7 @@ def last_siblings(rules: Rules, emissions: Tensor, lengths: list[int], dtype: to
 
 
 class SampledTrees(LogChart):
-    """Values are sums, and a tree takes one in proportion to its part."""
+    """Values are sums, and a tree takes one in proportion to its part. One grammar for all sentences."""
 
     def __init__(
         self, rules: Rules, emissions: Tensor, layout: Layout, dtype: torch.dtype, samples: int,
@@ -77,7 +77,7 @@ class SampledTrees(LogChart):
         self.weights = torch.cat((rules.left, rules.right)).to(dtype)  # [2N, N+P]
         self._fill()
 
-    def _over_children(self, values: Tensor, columns: slice, out: Tensor) -> None:
+    def _over_children(self, values: Tensor, columns: slice, out: Tensor, sentences: slice) -> None:
         step = max(1, trees.LARGEST_BLOCK // max(values.shape[1], out.shape[1]))
         for rows, part in zip(values.split(step), out.split(step), strict=True):
             largest = rows.amax(1, keepdim=True)

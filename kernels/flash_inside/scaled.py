@@ -84,17 +84,67 @@ class Root:
 
 @dataclass
 class _Weights:
-    """[left; right] as ordinary linear-layer weights, in the storage type."""
+    """[left; right] as ordinary linear-layer weights, in the storage type. Rules per sentence: [B, ...], sorted.
+
+    Products with these are batched, one for each run of sentences of one length (packing.py).
+    """
 
     children: Tensor  # [2N, N]   nonterminal children
     leaves: Tensor  # [2N, P]   preterminal children
-    root: Tensor  # [N] or [N+P] fp64: a trained root gives one-word sentences 1e-60, and it is only a vector
+    layout: Layout
+    compute: torch.dtype
 
     @classmethod
-    def of(cls, rules: Rules, precision: Format) -> _Weights:
-        both = torch.cat((rules.left, rules.right)).to(precision.storage)  # [2N, N+P]
+    def of(cls, rules: Rules, layout: Layout, precision: Format) -> _Weights:
+        both = torch.cat((rules.left, rules.right), dim=-2).to(precision.storage)  # [2N, N+P]
+        if rules.per_sentence:
+            both = layout.sort(both)
         n = rules.nonterminals
-        return cls(both[:, :n].contiguous(), both[:, n:].contiguous(), rules.root.double())
+        return cls(both[..., :n].contiguous(), both[..., n:].contiguous(), layout, precision.compute)
+
+    @property
+    def per_sentence(self) -> bool:
+        return self.children.dim() == 3
+
+    def possible(self) -> _Weights:
+        """Return ones where a rule is possible, and zeros, in the compute type."""
+        children, leaves = ((matrix > 0).to(self.compute) for matrix in (self.children, self.leaves))
+        return _Weights(children, leaves, self.layout, self.compute)
+
+    def to_children(self, rows: Tensor, width: int, block: slice | None = None) -> Tensor:
+        """[eta | zeta] = rows [left; right]^T of a width's spans, or of a block of them: [R, N or P] -> [R, 2N]."""
+        return self._product(rows, (self.leaves if width == 1 else self.children).mT, width, block)
+
+    def from_children(self, d_children: Tensor, width: int) -> Tensor:
+        """D by the rows of a width = D_eta left + D_zeta right: [R, 2N] -> [R, N or P]."""
+        return self._product(d_children, self.leaves if width == 1 else self.children, width)
+
+    def _product(self, rows: Tensor, matrix: Tensor, width: int, block: slice | None = None) -> Tensor:
+        if not self.per_sentence:
+            return product(rows, matrix, self.compute)
+        runs = self.layout.runs(width, block)
+        parts = [product(run.of(rows), matrix[run.sentences], self.compute).flatten(0, 1) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def counts(self, d_children: Tensor, leaves: Tensor, beta: Tensor) -> Tensor:
+        """Sum D^T row over all spans, or over those of each sentence: [2N, N+P], or [B, 2N, N+P] in caller's order.
+
+        d_children: [rows, 2N]; leaves: [words, P]; beta: [rows - words, N]
+        """
+        n, words, compute, layout = beta.shape[1], len(leaves), self.compute, self.layout
+        if not self.per_sentence:
+            d_leaves = product(d_children[:words].T, leaves, compute)  # [2N, P]
+            d_weights = product(d_children[words:].T, beta, compute)  # [2N, N]: ONE product over all spans
+            return torch.cat((d_weights, d_leaves), dim=1)
+        out = d_children.new_zeros(len(layout.lengths), 2 * n, n + leaves.shape[1], dtype=compute)
+        for run in layout.runs(1):
+            out[run.sentences, :, n:] = product(run.of(d_children[:words]).mT, run.of(leaves), compute)
+        order, runs = layout.by_sentence()
+        rows = torch.from_numpy(order).to(beta.device)
+        d_spans, spans = d_children[rows], beta[rows - words]  # one sentence after another
+        for run in runs:  # ONE product for all sentences of a length
+            out[run.sentences, :, :n] = product(run.of(d_spans).mT, run.of(spans), compute)
+        return layout.unsort(out)
 
 
 class _Chart:
@@ -108,7 +158,7 @@ class _Chart:
         self.allowed = None
         if limits is not None:
             self.allowed = torch.from_numpy(allowed_rows(limits, layout)).to(emissions.device)
-        self.n = weights.children.shape[1]
+        self.n = weights.children.shape[-1]
         device, rows = emissions.device, layout.rows
         self.split_rows = SplitRows(layout, device, MOST_SPLITS_KEPT)
         self.leaf_word = torch.from_numpy(layout.leaf_word).to(device)
@@ -120,10 +170,10 @@ class _Chart:
         self.child_scale = torch.empty(rows, 2, dtype=torch.float64, device=device)  # tL, tR
 
         leaves, self.scale[: layout.words] = leaf_values(emissions, self.leaf_word, precision)
-        self._store_children(1, product(leaves, weights.leaves.T, precision.compute))
+        self._store_children(1, weights.to_children(leaves, 1))
         for width in range(2, layout.longest + 1):
             self._split_sum(width)
-            self._store_children(width, product(self.beta_rows(width), weights.children.T, precision.compute))
+            self._store_children(width, weights.to_children(self.beta_rows(width), width))
 
     def beta_rows(self, width: int) -> Tensor:
         rows = self.layout.span_rows(width)
@@ -182,17 +232,16 @@ def _lost_rows(chart: _Chart, emissions: Tensor) -> Tensor:
     Nothing above such a row has it in its splits, so no derivative shows the loss. What can be derived is found by
     the same recursion over booleans.
     """
-    layout, weights, compute = chart.layout, chart.weights, chart.precision.compute
-    children, leaves = ((matrix > 0).to(compute).T for matrix in (weights.children, weights.leaves))
+    layout, possible, compute = chart.layout, chart.weights.possible(), chart.precision.compute
     yes = torch.empty_like(chart.eta_zeta, dtype=torch.bool)  # [rows, 2, N]
     words_yes = emissions.index_select(0, chart.leaf_word) > float("-inf")
-    yes[: layout.words] = (words_yes.to(compute) @ leaves > 0).view(-1, 2, chart.n)
+    yes[: layout.words] = (possible.to_children(words_yes.to(compute), 1) > 0).view(-1, 2, chart.n)
     for width in range(2, layout.longest + 1):
         for rows, left, right, _ in chart.splits(width):
             beta_yes = (yes[:, 0][left] & yes[:, 1][right]).any(1)  # [r, N]
             if chart.allowed is not None:
                 beta_yes &= chart.allowed[rows, None]
-            yes[rows] = (beta_yes.to(compute) @ children > 0).view(-1, 2, chart.n)
+            yes[rows] = (possible.to_children(beta_yes.to(compute), width, rows) > 0).view(-1, 2, chart.n)
     return (chart.child_scale.isinf() & yes.any(2)).any(1)
 
 
@@ -202,7 +251,7 @@ class _Derivatives(NamedTuple):
     posterior: Tensor  # [rows]
 
 
-def _derivatives(chart: _Chart, top_rows: Tensor, top_sums: Tensor) -> _Derivatives:
+def _derivatives(chart: _Chart, root: Root, top_rows: Tensor, top_sums: Tensor) -> _Derivatives:
     """Compute D for an incoming gradient of 1 a sentence, from the widest spans down.
 
     top_rows: [B] rows of whole sentences, top_sums: [B] fp64 root . beta~ (0 = no tree: no gradient).
@@ -221,14 +270,11 @@ def _derivatives(chart: _Chart, top_rows: Tensor, top_sums: Tensor) -> _Derivati
         largest[here] = totals[here].abs().flatten(1).amax(1)
         if width == 1:
             break
-        d_beta = product(totals[here].to(chart.precision.storage).flatten(1), weights.children, compute)  # [R, N]
+        d_beta = weights.from_children(totals[here].to(chart.precision.storage).flatten(1), width)  # [R, N]
         longer, ending = layout.alive[width + 1] if width < layout.longest else 0, layout.alive[width]
         if ending > longer:  # sentences of exactly this length get the gradient of the top
-            d_beta.index_add_(
-                0,
-                top_rows[longer:ending] - here.start,
-                (per_sentence[longer:ending, None] * weights.root[:n]).to(compute),
-            )
+            of_tops = (per_sentence[longer:ending, None] * root.of(slice(longer, ending), slice(0, n))).to(compute)
+            d_beta.index_add_(0, top_rows[longer:ending] - here.start, of_tops)
         # Of beta~, and of beta before its division: there too something may be lost.
         largest_here = d_beta.abs().amax(1)
         largest_here = torch.maximum(largest_here, largest_here / chart.divisor[here])
@@ -250,37 +296,39 @@ class _ScaledInside(torch.autograd.Function):
         ctx: Any, root: Tensor, left: Tensor, right: Tensor, emissions: Tensor, layout: Layout, precision_name: str,
         limits: np.ndarray | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        precision = chart_format(precision_name, left.shape[0], shortest=int(layout.lengths[-1]))
         rules, device = Rules(root, left, right), emissions.device
         n, words = rules.nonterminals, layout.words
+        precision = chart_format(precision_name, n, shortest=int(layout.lengths[-1]))
+        wide_root, one_word = Root.sorted(root, layout), root.shape[-1] > n
+        nonterminals, preterminals = slice(0, n), slice(n, None)
         with matmul_precision(precision_name):
-            weights = _Weights.of(rules, precision)
+            weights = _Weights.of(rules, layout, precision)
             chart = _Chart(weights, emissions, layout, precision, limits)
 
             # root . beta~ of every sorted sentence; the one-word ones are the last and use e~ and the preterminal part
             top_rows = torch.from_numpy(layout.tops()).to(device)  # [B]
             longer = layout.alive[2] if layout.longest > 1 else 0
             top_sums = torch.zeros(len(layout.lengths), dtype=torch.float64, device=device)
-            tops = chart.beta[top_rows[:longer] - words]  # [longer, N] storage type
-            top_sums[:longer] = tops.double() @ weights.root[:n]
-            one_word = top_rows[longer:]
-            if root.shape[0] > n and len(one_word):
-                leaves, _ = leaf_values(emissions, chart.leaf_word[one_word], precision)
-                top_sums[longer:] = leaves.double() @ weights.root[n:]
-            derivatives = _derivatives(chart, top_rows, top_sums)
+            tops, single = slice(0, longer), slice(longer, None)
+            top_sums[tops] = wide_root.products(chart.beta[top_rows[tops] - words], tops, nonterminals)
+            if one_word and longer < len(top_sums):
+                leaves, _ = leaf_values(emissions, chart.leaf_word[top_rows[single]], precision)
+                top_sums[single] = wide_root.products(leaves, single, preterminals)
+            derivatives = _derivatives(chart, wide_root, top_rows, top_sums)
         log_z = top_sums.log() + chart.scale[top_rows]
 
         # What can be believed. A row of an impossible word (all -inf) has child scales -inf.
         sentence = torch.from_numpy(layout.sentence_of_rows()).to(device)  # [rows]
         largest = torch.zeros_like(top_sums)  # [B] of |D|; a one-word sentence has only that of its leaf
-        if root.shape[0] > n:
-            largest[longer:] = torch.where(top_sums[longer:] > 0, weights.root[n:].amax() / top_sums[longer:], 0.0)
+        if one_word:
+            most = wide_root.of(single, preterminals).amax(-1)
+            largest[single] = torch.where(top_sums[single] > 0, most / top_sums[single], 0.0)
         largest = largest.scatter_reduce_(0, sentence, derivatives.largest.double(), "amax")
         possible = torch.ones_like(top_sums, dtype=torch.bool)
         nothing = emissions.index_select(0, chart.leaf_word).amax(1) == float("-inf")  # [words]; NaN is not nothing
         possible[sentence[:words][nothing]] = False
-        if root.shape[0] == n:
-            possible[longer:] = False
+        if not one_word:
+            possible[single] = False
         in_range = torch.isfinite(top_sums) & (largest <= LARGEST_D_OF_TORCH[precision.compute])
         trusted = torch.where(top_sums > 0, in_range, ~possible)
         empty = chart.child_scale.isinf().any(1) & (trusted & possible)[sentence]
@@ -319,24 +367,25 @@ class _ScaledInside(torch.autograd.Function):
         weighted = weighted.to(precision.storage)  # [rows, 2N]
 
         with matmul_precision(ctx.precision_name):
-            weights = _Weights.of(rules, precision)
+            weights = _Weights.of(rules, layout, precision)
             leaf_word = torch.from_numpy(layout.leaf_word).to(d_log_z.device)
             leaves, _ = leaf_values(emissions, leaf_word, precision)
-            d_leaf_weights = product(weighted[:words].T, leaves, compute)  # [2N, P]
-            d_weights = product(weighted[words:].T, beta, compute)  # [2N, N]: ONE product over all spans
-            d_leaf_rows = product(weighted[:words], weights.leaves, compute)  # [words, P]
+            d_both = weights.counts(weighted, leaves, beta)  # [2N, N+P]
+            d_leaf_rows = weights.from_children(weighted[:words], 1)  # [words, P]
 
         per_sentence = torch.where(top_sums > 0, gradient / top_sums, 0.0)  # [B] fp64
         longer = layout.alive[2] if layout.longest > 1 else 0
-        d_root = torch.zeros_like(weights.root)
-        d_root[:n] = per_sentence[:longer] @ beta[top_rows[:longer] - words].double()
-        one_word = top_rows[longer:]
-        if root.shape[0] > n and len(one_word):
-            d_root[n:] = per_sentence[longer:] @ leaves[one_word].double()
-            d_leaf_rows[one_word] += (per_sentence[longer:, None] * weights.root[n:]).to(compute)
+        tops, single, nonterminals, preterminals = slice(0, longer), slice(longer, None), slice(0, n), slice(n, None)
+        wide_root = Root.sorted(root, layout)
+        d_root = Root(torch.zeros_like(wide_root.values))
+        d_root.write_sums(per_sentence[tops], beta[top_rows[tops] - words], tops, nonterminals)
+        one_word = top_rows[single]
+        if root.shape[-1] > n and len(one_word):
+            d_root.write_sums(per_sentence[single], leaves[one_word], single, preterminals)
+            d_leaf_rows[one_word] += (per_sentence[single, None] * wide_root.of(single, preterminals)).to(compute)
 
         d_emissions = torch.empty_like(d_leaf_rows)
         d_emissions[leaf_word] = d_leaf_rows * leaves.to(compute)
-        d_both = torch.cat((d_weights, d_leaf_weights), dim=1)  # [2N, N+P]
-        gradients = (d_root, d_both[:n], d_both[n:], d_emissions)
+        d_root_given = layout.unsort(d_root.values) if rules.per_sentence else d_root.values
+        gradients = (d_root_given, d_both[..., :n, :], d_both[..., n:, :], d_emissions)
         return (*map(finite, gradients, ctx.gradient_types), None, None, None)

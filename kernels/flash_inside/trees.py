@@ -43,14 +43,19 @@ class LogChart:
 
     def __init__(self, rules: Rules, emissions: Tensor, layout: Layout, dtype: torch.dtype, trees_each: int = 1):
         self.layout, self.n, self.device, self.trees_each = layout, rules.nonterminals, emissions.device, trees_each
-        self.rules, self.root = rules, log(rules.root, dtype)
+        self.rules = rules
+        #: [N] or [N+P]; rules per sentence: [B, ...], sorted
+        self.root = log(layout.sort(rules.root) if rules.per_sentence else rules.root, dtype)
         self.leaves = emissions[torch.from_numpy(layout.leaf_word).to(self.device)].to(dtype).contiguous()  # [words, P]
         rows = int(layout.offset[layout.longest])
         self.children = torch.empty(rows, 2 * self.n, dtype=dtype, device=self.device)  # eta | zeta
         self.beta = torch.empty(layout.rows - layout.words, self.n, dtype=dtype, device=self.device)
 
-    def _over_children(self, values: Tensor, columns: slice, out: Tensor) -> None:
-        """Write eta | zeta [R, 2N] of spans whose values [R, K] belong to these K columns of the rules."""
+    def _over_children(self, values: Tensor, columns: slice, out: Tensor, sentences: slice) -> None:
+        """Write eta | zeta [R, 2N] of spans whose values [R, K] belong to these K columns of the rules.
+
+        Rules per sentence: [sentences, R, 2N] of [sentences, R, K]. sentences: which these are, sorted
+        """
         raise NotImplementedError
 
     def _over_splits(self, values: Tensor) -> Tensor:
@@ -62,15 +67,23 @@ class LogChart:
         raise NotImplementedError
 
     def _fill(self) -> None:
-        layout, n = self.layout, self.n
+        layout = self.layout
         if layout.longest > 1:
-            self._over_children(self.leaves, slice(n, None), self.children[: layout.words])
+            self._fill_children(1, self.leaves, slice(self.n, None))
         for width in range(2, layout.longest + 1):
             self._fill_width(width)
             if width < layout.longest:
                 here = layout.span_rows(width)
                 values = self.beta[here.start - layout.words : here.stop - layout.words]
-                self._over_children(values, slice(0, n), self.children[here])
+                self._fill_children(width, values, slice(0, self.n))
+
+    def _fill_children(self, width: int, values: Tensor, columns: slice) -> None:
+        out = self.children[self.layout.span_rows(width)]
+        if not self.rules.per_sentence:
+            self._over_children(values, columns, out, slice(0, self.layout.alive[width]))
+            return
+        for run in self.layout.runs(width):
+            self._over_children(run.of(values), columns, run.of(out), run.sentences)
 
     def _fill_width(self, width: int) -> None:
         here = self.layout.span_rows(width)
@@ -87,7 +100,8 @@ class LogChart:
         layout, each = self.layout, self.trees_each
         scores = np.zeros(len(layout.order) * each)
         nodes = self._tops()
-        np.add.at(scores, nodes[:, 0], self.rules.root[self._tensor(nodes[:, 3])].double().log().cpu().numpy())
+        of_tops = self._entries(self.rules.root, nodes[:, 0] // each, nodes[:, 3])
+        np.add.at(scores, nodes[:, 0], of_tops.double().log().cpu().numpy())
         levels = [nodes]
         while True:  # one level of all trees at a time; columns: tree, start, end, label
             inner = nodes[nodes[:, 2] - nodes[:, 1] > 1]
@@ -107,6 +121,13 @@ class LogChart:
         emitted = self.leaves[self._tensor(layout.prefix[tree // each] + start), self._tensor(label - self.n)]
         np.add.at(scores, tree, emitted.double().cpu().numpy())
         return self._by_sentence(nodes, scores.tolist())
+
+    def _entries(self, rule: Tensor, sentence: np.ndarray, label: np.ndarray) -> Tensor:
+        """Return what the rules of each node's sentence say of its label: [nodes, ...]. sentence: sorted"""
+        labels = self._tensor(label)
+        if not self.rules.per_sentence:
+            return rule[labels]
+        return rule[self._tensor(np.array(self.layout.order, dtype=np.int64)[sentence]), labels]
 
     def _by_sentence(self, nodes: np.ndarray, scores: list[float]) -> list[list[tuple[float, Tree]]]:
         tree, start, end, label = nodes[np.lexsort((-nodes[:, 2], nodes[:, 1], nodes[:, 0]))].T
@@ -128,8 +149,8 @@ class LogChart:
             (slice(0, longer), slice(0, n), self.beta, layout.words),
             (slice(longer, len(tops)), slice(n, None), self.leaves, 0),
         ):
-            root = self.root[columns]
-            if sentences.start == sentences.stop or not len(root):
+            root = self.root[sentences, columns] if self.rules.per_sentence else self.root[columns]
+            if sentences.start == sentences.stop or not root.shape[-1]:
                 continue
             scores = root + values[self._tensor(tops[sentences] - first_row)]
             possible = np.repeat(np.flatnonzero((scores.amax(1) > float("-inf")).cpu().numpy()), each)
@@ -168,7 +189,7 @@ class LogChart:
             columns = slice(self.n, None) if leaf else slice(0, self.n)
             values = self.leaves if leaf else self.beta
             rows = self._tensor(row[mine] - (0 if leaf else self.layout.words))
-            probabilities = rule[:, columns][self._tensor(label[mine])]  # [nodes, N or P]
+            probabilities = self._entries(rule[..., columns], b[mine], label[mine])  # [nodes, N or P]
             chosen = self._choose(log(probabilities, values.dtype) + values[rows])[:, None]
             child[mine] = chosen.squeeze(1).cpu().numpy() + columns.start
             log_rule[mine] = probabilities.gather(1, chosen).squeeze(1).double().log().cpu().numpy()
@@ -176,7 +197,7 @@ class LogChart:
 
     def _in_blocks(self, function: Callable[..., tuple[np.ndarray, ...]], *nodes: np.ndarray) -> list[np.ndarray]:
         """Call it with some nodes at a time, and put its results together."""
-        step = max(1, LARGEST_BLOCK // max(self.rules.left.shape[1], self.layout.longest))
+        step = max(1, LARGEST_BLOCK // max(self.rules.left.shape[-1], self.layout.longest))
         starts = range(0, max(1, len(nodes[0])), step)
         parts = [function(*(array[start : start + step] for array in nodes)) for start in starts]
         return [np.concatenate(results) for results in zip(*parts, strict=True)]
@@ -194,7 +215,8 @@ class BestTrees(LogChart):
     def __init__(self, rules: Rules, emissions: Tensor, layout: Layout, dtype: torch.dtype, triton: bool):
         super().__init__(rules, emissions, layout, dtype)
         # Both sides next to each other and children first: [N+P, 2N], so that neighbours read neighbours
-        self.by_child = log(torch.cat((rules.left, rules.right)).T, dtype).contiguous()
+        both = torch.cat((rules.left, rules.right), dim=-2).mT
+        self.by_child = log(layout.sort(both) if rules.per_sentence else both, dtype).contiguous()
         self.max_plus: Callable[[Tensor, Tensor, Tensor], None] = max_plus
         self.split_maximum: Callable[[int], None] = super()._fill_width
         if triton:
@@ -204,8 +226,9 @@ class BestTrees(LogChart):
             self.split_maximum = triton_viterbi.SplitMaximum(self.children, self.beta, layout)
         self._fill()
 
-    def _over_children(self, values: Tensor, columns: slice, out: Tensor) -> None:
-        self.max_plus(values, self.by_child[columns], out)
+    def _over_children(self, values: Tensor, columns: slice, out: Tensor, sentences: slice) -> None:
+        by_child = self.by_child[sentences] if self.rules.per_sentence else self.by_child
+        self.max_plus(values, by_child[..., columns, :], out)
 
     def _fill_width(self, width: int) -> None:
         self.split_maximum(width)
@@ -218,7 +241,8 @@ class BestTrees(LogChart):
 
 
 def max_plus(rows: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out[r, a] = max_k rows[r, k] + weight[k, a]: [R, K], [K, A] -> [R, A]."""
+    """out[r, a] = max_k rows[r, k] + weight[k, a]: [R, K], [K, A] -> [R, A], or a batch of these."""
     step = max(1, LARGEST_BLOCK // max(1, weight.numel()))
-    for start in range(0, rows.shape[0], step):
-        out[start : start + step] = (rows[start : start + step, :, None] + weight).amax(1)
+    for start in range(0, rows.shape[-2], step):
+        block = rows[..., start : start + step, :, None]  # [r, K, 1]
+        out[..., start : start + step, :] = (block + weight[..., None, :, :]).amax(-2)

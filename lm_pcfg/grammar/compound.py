@@ -28,6 +28,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from flash_inside import Statistics
+from flash_inside.devices import memory_of
 from flash_inside.packing import taken
 from flash_inside.softmax import product_precision
 from lm_pcfg.grammar.computation import EXACT, Computation
@@ -35,8 +36,8 @@ from lm_pcfg.grammar.dropout import Latent
 from lm_pcfg.grammar.emission import padded_ids
 from lm_pcfg.grammar.grammar import Grammar
 
-#: Without gradients, sentences are computed in chunks: so many numbers in all their rules and features, 1 GiB in fp32.
-LARGEST_CHUNK = 1 << 28
+#: Without gradients, sentences are computed in chunks whose rules and charts take this part of the device's memory.
+CHUNK = 0.1
 #: What `log_likelihood` estimates: the bound, log p(x, z) - log q(z | x) (an importance weight), or the KL term.
 Estimate = Literal["bound", "weight", "kl"]
 
@@ -134,7 +135,10 @@ class SentenceNetworks(nn.Module):
 
     nonterminals: int
     latent: int  # k
-    numbers: int  # in the rules and features of a sentence, for plans of memory
+
+    def chunks(self, lengths: Sequence[int], precision: str, memory: float) -> list[slice]:
+        """Cut sentences into chunks whose rules and charts take so many bytes, or that have one sentence."""
+        raise NotImplementedError
 
 
 class CompoundModule(nn.Module):
@@ -250,12 +254,12 @@ class Compound(NamedTuple):
 
     def _chunks(self, words: Tensor, lengths: list[int], limits: np.ndarray | None = None) -> Iterator[_Chunk]:
         """Without gradients, yield some sentences at a time: what is kept for a backward pass is kept anyway."""
-        most = max(1, LARGEST_CHUNK // self.networks.module.numbers)
-        if torch.is_grad_enabled() or len(lengths) <= most:
+        if torch.is_grad_enabled():
             yield _Chunk(words, lengths, limits)
             return
-        for first in range(0, len(lengths), most):
-            some = range(first, min(first + most, len(lengths)))
+        memory = CHUNK * memory_of(self.tensors[0].device)
+        for chunk in self.networks.module.chunks(lengths, self.computation.charts, memory):
+            some = range(chunk.start, chunk.stop)
             own_limits = None if limits is None else taken(limits, lengths, some)
             own_words = torch.from_numpy(taken(words.cpu().numpy(), lengths, some))
             yield _Chunk(own_words, [lengths[sentence] for sentence in some], own_limits)

@@ -6,7 +6,7 @@ The contract is that of scaled.py (log Z, trusted, posterior). What differs, and
     no copy of the rules  products read left and right where they are, and write the gradients where they belong
     short sentences       in bf16 keep what rounding left of their rows, instead of a chart in fp32
     gathered derivatives  every row sums over its parents in a fixed order: no atomics, bitwise reproducible
-    CUDA graphs           where launching the kernels would take longer than running them
+    CUDA graphs           where launching the kernels would take longer than running them; not for rules per sentence
 """
 
 from __future__ import annotations
@@ -18,22 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flash_inside.devices import copy_to_device
 from flash_inside.packing import Layout
 from flash_inside.precision import chart_format, finite, full_matmul_precision, gradient_type, most_words_of_short
 from flash_inside.rules import ResidentRules, Rules
 from flash_inside.scaled import Result
 from flash_inside.triton import graphs
-from flash_inside.triton.chart import (
-    Chart,
-    ChartResults,
-    Precise,
-    SavedChart,
-    Tables,
-    Weights,
-    check_sentences,
-    limits_on,
-)
+from flash_inside.triton.chart import Chart, ChartResults, Precise, SavedChart, Tables, check_sentences
 from flash_inside.triton.gradients import RuleMemory, Wanted, computed_type, gradients
+from flash_inside.triton.weights import AnyWeights, SentenceWeights, Weights
 
 
 def inside(
@@ -70,7 +63,7 @@ class _TritonInside(torch.autograd.Function):
         rules: Rules,
         limits: np.ndarray | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        n, p = left.shape[0], emissions.shape[1]
+        n, p = left.shape[-2], emissions.shape[1]
         storage, device = chart_format(precision, n).storage, emissions.device
         ctx.precision, ctx.words = precision, emissions.shape[0]
         ctx.gradient_types = [gradient_type(tensor) for tensor in (root, left, right, emissions)]
@@ -79,7 +72,8 @@ class _TritonInside(torch.autograd.Function):
         with full_matmul_precision(precision):
             graph = None
             # Batches without gradients, of an evaluation say, rarely come again; their graphs would crowd others out.
-            if layout is None and (any(ctx.needs_input_grad) or n <= graphs.LARGEST_LAUNCH_BOUND_N):
+            # Rules per sentence would have to be copied into a graph's memory.
+            if layout is None and left.dim() == 2 and (any(ctx.needs_input_grad) or n <= graphs.LARGEST_LAUNCH_BOUND_N):
                 precise = min(lengths) <= most_words_of_short(storage)
                 graph = graphs.find(rules, emissions, lengths, precision, storage, precise, limits is not None)
             if graph is not None:
@@ -92,12 +86,12 @@ class _TritonInside(torch.autograd.Function):
                 with_posterior, layout = layout is not None, layout or Layout(lengths)
                 short = Precise.short_sentences(layout, most_words_of_short(storage))
                 tables = Tables.of(layout, short, device)
-                tables.limits = None if limits is None else limits_on(device, limits)
+                tables.limits = None if limits is None else copy_to_device(limits, device)
                 allocate = _allocator(device)
                 place = ChartResults.allocate(layout, n, p, storage, allocate, with_posterior)
                 chart = Chart.around(place, layout, short, allocate)
-                weights = Weights(left, right, storage)
-                chart.compute(weights, root.float().contiguous(), emissions.contiguous(), layout, tables)
+                weights, sorted_root = _weights_and_root(root, left, right, storage, layout, tables)
+                chart.compute(weights, sorted_root, emissions.contiguous(), layout, tables)
                 results = chart.log_z, chart.trusted.bool(), chart.posterior
                 if any(ctx.needs_input_grad):
                     ctx.save_for_backward(root, left, right, *chart.saved)
@@ -122,10 +116,10 @@ class _TritonInside(torch.autograd.Function):
                 found = ctx.held.gradients(root, left, right, d_log_z, ctx.words, wanted, ctx.memory)
             else:
                 chart = SavedChart(*saved)
-                weights = Weights(left, right, chart.leaves.dtype)
+                weights, sorted_root = _weights_and_root(root, left, right, chart.leaves.dtype, ctx.layout, ctx.tables)
                 allocate = _allocator(d_log_z.device)
                 found = gradients(
-                    chart, weights, root.float().contiguous(), d_log_z, ctx.words, ctx.layout, ctx.tables, wanted,
+                    chart, weights, sorted_root, d_log_z, ctx.words, ctx.layout, ctx.tables, wanted,
                     allocate, allocate, ctx.memory,
                 )  # fmt: skip
         if found.right is not None:  # the rules may have two types; their gradients are computed in that of left
@@ -138,9 +132,19 @@ class _TritonInside(torch.autograd.Function):
         return (*found, None, None, None, None, None)
 
 
+def _weights_and_root(
+    root: Tensor, left: Tensor, right: Tensor, storage: torch.dtype, layout: Layout, tables: Tables
+) -> tuple[AnyWeights, Tensor]:
+    """Return the rules as products and kernels read them; those of sentences in the order of the layout."""
+    root = root.float().contiguous()
+    if left.dim() == 2:
+        return Weights(left, right, storage), root
+    return SentenceWeights(left, right, storage, layout, tables.order), root[tables.order]
+
+
 def _gradient_memory(rules: Rules, types: Sequence[torch.dtype]) -> RuleMemory | None:
     """Return memory that the gradients of left and right can be written into, in their types; None: there is none."""
-    if not isinstance(rules, ResidentRules) or rules.have_gradients:
+    if not isinstance(rules, ResidentRules) or rules.have_gradients or rules.per_sentence:
         return None
     fits = all(
         memory.dtype == wanted and wanted != torch.float16 and memory.is_contiguous()

@@ -18,6 +18,7 @@ from torch import Tensor
 from flash_inside.packing import Layout
 from flash_inside.precision import LARGEST_D_OF_TRITON
 from flash_inside.triton import gradient_kernels, kernels
+from flash_inside.triton.weights import AnyWeights
 
 #: Programs that look through the derivatives of a sentence's spans of one width.
 PARTS_OF_WIDTH = 4
@@ -95,6 +96,11 @@ class Launchers:
         launch(grid, *arguments)
 
 
+def root_stride(root: Tensor) -> int:
+    """Return how far the roots of two sentences are apart: 0 if they have one root."""
+    return root.stride(0) if root.dim() == 2 else 0
+
+
 def row_block(columns: int) -> int:
     """Return the block of a kernel that walks along one row."""
     return max(16, min(1024, triton.next_power_of_2(columns)))
@@ -162,62 +168,6 @@ class Tables:
     def brackets(self) -> tuple[Tensor, Tensor]:
         """Limits and where to find a word's; without brackets something that is not read."""
         return self.word_of_leaf if self.limits is None else self.limits, self.word_of_leaf
-
-
-def limits_on(device: torch.device, limits: np.ndarray) -> Tensor:
-    """Copy limits to the device, asynchronously."""
-    tensor = torch.from_numpy(limits)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-class Weights:
-    """left and right [N, N+P] in the storage type, read in place; as one [2N, N+P] if right follows left."""
-
-    def __init__(self, left: Tensor, right: Tensor, storage: torch.dtype):
-        self.n = left.shape[0]
-        self.joint: Tensor | None = None
-        if left.dtype != storage or right.dtype != storage:
-            self.joint = torch.empty(2 * self.n, left.shape[1], dtype=storage, device=left.device)
-            self.joint[: self.n], self.joint[self.n :] = left, right
-            left, right = self.joint.split(self.n)
-        elif _follows(left, right):
-            self.joint = left.as_strided((2 * self.n, left.shape[1]), left.stride())
-        self.left, self.right = left, right
-
-    def to_children(self, rows: Tensor, out: Tensor, columns: slice) -> None:
-        """[eta | zeta] = rows [left; right]^T for the given columns of the rules: [R, K] -> [R, 2N]."""
-        if self.joint is not None:
-            write_product(rows, self.joint[:, columns].T, out)
-        else:
-            write_product(rows, self.left[:, columns].T, out[:, : self.n])
-            write_product(rows, self.right[:, columns].T, out[:, self.n :])
-
-    def from_children(self, d_children: Tensor, out: Tensor, columns: slice) -> None:
-        """D by the rows = D_eta left + D_zeta right: [R, 2N] -> [R, K]."""
-        if self.joint is not None:
-            torch.mm(d_children, self.joint[:, columns], out=out)
-        else:
-            torch.mm(d_children[:, : self.n], self.left[:, columns], out=out)
-            out.addmm_(d_children[:, self.n :], self.right[:, columns])
-
-
-def write_product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a b, summed in fp32 and written in the type of out."""
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    elif a.is_cuda and out.dtype == torch.float32:
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
-    else:
-        out.copy_(a.float() @ b.float())
-
-
-def _follows(left: Tensor, right: Tensor) -> bool:
-    return (
-        left.is_contiguous()
-        and right.is_contiguous()
-        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-        and right.storage_offset() == left.storage_offset() + left.numel()
-    )
 
 
 class SavedChart(NamedTuple):
@@ -312,13 +262,16 @@ class Chart(ChartResults):
             precise=precise,
         )
 
-    def compute(self, weights: Weights, root: Tensor, emissions: Tensor, layout: Layout, tables: Tables) -> None:
-        """Fill the chart. root: [N] or [N+P] fp32; emissions: [words, P] contiguous, caller's order."""
+    def compute(self, weights: AnyWeights, root: Tensor, emissions: Tensor, layout: Layout, tables: Tables) -> None:
+        """Fill the chart.
+
+        root: [N] or [N+P] fp32, or [B, ...] of sorted sentences; emissions: [words, P] contiguous, caller's order
+        """
         self._inside(weights, root, emissions, layout, tables)
         self._outside(weights, root, layout, tables)
-        self._judge(root.shape[0] > weights.n, layout, tables)
+        self._judge(root.shape[-1] > weights.n, layout, tables)
 
-    def _inside(self, weights: Weights, root: Tensor, emissions: Tensor, layout: Layout, tables: Tables) -> None:
+    def _inside(self, weights: AnyWeights, root: Tensor, emissions: Tensor, layout: Layout, tables: Tables) -> None:
         n, p, words, longest = weights.n, emissions.shape[1], layout.words, layout.longest
         precise, any_precise = self.precise, self.precise.words > 0
         kernels.leaf_kernel[(words,)](
@@ -357,31 +310,28 @@ class Chart(ChartResults):
         kernels.top_kernel[(len(layout.lengths),)](
             self.beta, self.leaves, self.beta_residual, self.leaves_residual, root, self.top_sum,
             tables.offset, tables.prefix, tables.lengths, tables.offset_residual, words, precise.first,
-            precise.words_before, n, p,
-            ONE_WORD=root.shape[0] > n, PRECISE=any_precise, BLOCK=row_block(n),
+            precise.words_before, n, p, root_stride(root),
+            ONE_WORD=root.shape[-1] > n, PRECISE=any_precise, BLOCK=row_block(n),
         )  # fmt: skip
 
-    def _to_children(self, weights: Weights, width: int, layout: Layout, columns: slice, unite: Launcher) -> None:
-        """Compute eta | zeta of a width, and their residuals: one product for all, so that the rules are read once."""
+    def _to_children(self, weights: AnyWeights, width: int, layout: Layout, columns: slice, unite: Launcher) -> None:
+        """Compute eta | zeta of a width, and their residuals."""
         here, residual = layout.span_rows(width), self.precise.span_rows(width)
         rows = _rows_of_width(self.leaves, self.beta, here, layout.words)
         residuals = _rows_of_width(self.leaves_residual, self.beta_residual, residual, self.precise.words)
         count, precise_count = rows.shape[0], residuals.shape[0]
         if not precise_count:
-            weights.to_children(rows, self.children[here], columns)
+            weights.to_children(rows, self.children[here], columns, width)
             return
-        all_rows = count + precise_count
-        factors, products = self.factors[: all_rows * rows.shape[1]].view(all_rows, -1), self.products[:all_rows]
-        torch.cat((rows, residuals), out=factors)
-        weights.to_children(factors, products, columns)
+        weights.with_residuals(rows, residuals, self.factors, self.products, columns, width)
         unite(
-            (count, triton.cdiv(2 * weights.n, 1024), 1), products, self.children, self.children_residual, here.start,
-            residual.start, count, count - precise_count, weights.n,
+            (count, triton.cdiv(2 * weights.n, 1024), 1), self.products, self.children, self.children_residual,
+            here.start, residual.start, count, count - precise_count, weights.n,
         )  # fmt: skip
 
-    def _outside(self, weights: Weights, root: Tensor, layout: Layout, tables: Tables) -> None:
+    def _outside(self, weights: AnyWeights, root: Tensor, layout: Layout, tables: Tables) -> None:
         """Compute derivatives for an incoming gradient of 1 a sentence, from the widest spans down."""
-        n, words, longest = weights.n, layout.words, layout.longest
+        n, words, longest, stride = weights.n, layout.words, layout.longest, root_stride(root)
         blocks = outside_blocks(n)
         outside = Launchers(kernels.outside_kernel, blocks.warps, BLOCK=blocks.columns, SPLITS=blocks.splits)
         for width in range(longest - 1, 0, -1):
@@ -389,11 +339,11 @@ class Chart(ChartResults):
             outside(
                 (blocks.count(n), longest - width + 1, layout.alive[width]),
                 self.children, self.d_beta, self.d_children, self.scale, self.largest, root, self.top_sum,
-                *tables.position, width, words, n,
+                *tables.position, width, words, n, stride,
             )  # fmt: skip
             if width > 1:
                 target = self.d_beta[here.start - words : here.stop - words]
-                weights.from_children(self.d_children[here], target, slice(0, n))
+                weights.from_children(self.d_children[here], target, slice(0, n), width)
 
     def _judge(self, one_word: bool, layout: Layout, tables: Tables) -> None:
         """Compute posteriors if wanted, log Z, and which sentences are trusted; the others lose their derivatives."""

@@ -200,6 +200,7 @@ def emission_gradient_kernel(
     order,
     n,
     p,
+    root_stride,  # from sentence to sentence, 0 if they have one root
     ONE_WORD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -210,6 +211,7 @@ def emission_gradient_kernel(
         return
     row = tl.load(prefix + b) + i
     word = tl.load(word_of_leaf + row)
+    root += b.to(tl.int64) * root_stride
     good = tl.load(usable + b) != 0
     gradient = tl.load(d_log_z + tl.load(order + b), mask=good, other=0.0).to(tl.float32)
     available = tl.where(good, p, 0)
@@ -246,12 +248,21 @@ def root_gradient_kernel(
     n,
     p,
     size,  # N or N + P
+    PER_SENTENCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """d root = sum over sentences of gradient * beta~ / (root . beta~), in one fixed order. Grid: (blocks of root,)."""
+    """d root = sum over sentences of gradient * beta~ / (root . beta~), in one fixed order. Grid: (blocks of root,).
+
+    PER_SENTENCE: each has its own, in the caller's order. Grid: (blocks of root, sentences).
+    """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for b in range(sentences):
+    first = 0
+    if PER_SENTENCE:
+        first = tl.program_id(1)
+        sentences = first + 1
+        d_root += tl.load(order + first) * size
+    for b in range(first, sentences):
         if tl.load(usable + b) != 0:
             length = tl.load(lengths + b)
             weight = tl.load(d_log_z + tl.load(order + b)).to(tl.float32) / tl.load(top_sum + b)

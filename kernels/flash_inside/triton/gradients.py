@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flash_inside.packing import Layout
 from flash_inside.triton import gradient_kernels as kernels
-from flash_inside.triton.chart import Allocate, SavedChart, Tables, Weights, row_block, write_product
+from flash_inside.triton.chart import Allocate, SavedChart, Tables, root_stride, row_block
+from flash_inside.triton.weights import AnyWeights
 
 RuleMemory = tuple[Tensor, Tensor]
 
@@ -37,7 +38,7 @@ def computed_type(dtype: torch.dtype) -> torch.dtype:
 
 def gradients(
     chart: SavedChart,
-    weights: Weights,
+    weights: AnyWeights,
     root: Tensor,
     d_log_z: Tensor,
     words_given: int,
@@ -50,36 +51,35 @@ def gradients(
 ) -> Gradients:
     """Compute the gradients of the inputs.
 
-    root: [N] or [N+P] fp32; d_log_z: [B] fp32 in the caller's order; words_given: rows of the emissions.
+    root: [N] or [N+P] fp32, or [B, ...] of sorted sentences; d_log_z: [B] fp32 in the caller's order; words_given: rows
+    of the emissions.
     memory: where the gradients of left and right are to lie, if not in new memory.
     """
     n, p, words, sentences = weights.n, chart.leaves.shape[1], layout.words, len(layout.lengths)
-    longest, storage, one_word = layout.longest, chart.leaves.dtype, root.shape[0] > n
-    d_children, below = chart.d_children, chart.d_children.shape[0]  # the longest width has no children
+    longest, storage, one_word = layout.longest, chart.leaves.dtype, root.shape[-1] > n
+    grammars = tuple(root.shape[:-1])  # one for all, or [B]
     d_root = d_left = d_right = d_emissions = None
     if wanted.rules is not None:
-        d_left, d_right = memory or [allocate((n, n + p), wanted.rules) for _ in range(2)]
+        d_left, d_right = memory or [allocate((*grammars, n, n + p), wanted.rules) for _ in range(2)]
         leaves = _weigh(chart.leaves, 1, 1, d_log_z, chart.usable, layout, tables, allocate_working)
         beta = _weigh(chart.beta, 2, longest - 1, d_log_z, chart.usable, layout, tables, allocate_working)
-        for side, gradient in enumerate((d_left, d_right)):
-            columns = slice(side * n, (side + 1) * n)
-            _sum_of_products(d_children[words:below, columns], beta[: max(below - words, 0)], gradient[:, :n])
-            _sum_of_products(d_children[:words, columns], leaves, gradient[:, n:])
+        weights.write_counts(chart.d_children, leaves, beta, (d_left, d_right))
     if wanted.emissions is not None:
         d_leaves = allocate_working((words, p), storage)
         if longest > 1:
-            weights.from_children(d_children[:words], d_leaves, slice(n, None))
+            weights.from_children(chart.d_children[:words], d_leaves, slice(n, None), 1)
         d_emissions = allocate((words_given, p), wanted.emissions)
         kernels.emission_gradient_kernel[(longest, sentences)](
             d_leaves, chart.leaves, root, chart.top_sum, chart.usable, d_log_z, d_emissions,
             tables.word_of_leaf, tables.prefix, tables.lengths, tables.order, n, p,
-            ONE_WORD=one_word, BLOCK=row_block(p),
+            root_stride(root), ONE_WORD=one_word, BLOCK=row_block(p),
         )  # fmt: skip
     if wanted.root is not None:
-        d_root = allocate((root.shape[0],), wanted.root)
-        kernels.root_gradient_kernel[(triton.cdiv(root.shape[0], 128),)](
+        size = root.shape[-1]
+        d_root = allocate((*grammars, size), wanted.root)
+        kernels.root_gradient_kernel[(triton.cdiv(size, 128), *grammars)](
             chart.beta, chart.leaves, chart.top_sum, chart.usable, d_log_z, d_root, tables.offset, tables.prefix,
-            tables.lengths, tables.order, sentences, words, n, p, root.shape[0], BLOCK=128,
+            tables.lengths, tables.order, sentences, words, n, p, size, PER_SENTENCE=bool(grammars), BLOCK=128,
         )  # fmt: skip
     return Gradients(d_root, d_left, d_right, d_emissions)
 
@@ -102,11 +102,3 @@ def _weigh(
             layout.span_rows(first_width).start, rows.shape[1], FIRST=first_width, BLOCK=row_block(rows.shape[1]),
         )  # fmt: skip
     return weighted
-
-
-def _sum_of_products(d_rows: Tensor, rows: Tensor, out: Tensor) -> None:
-    """out = d_rows^T rows: [R, N], [R, K] -> [N, K], written in place, in the type of the gradient."""
-    if d_rows.shape[0] == 0:
-        out.zero_()
-    else:
-        write_product(d_rows.T, rows, out)

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flash_inside.devices import capture, lasting_pool
+from flash_inside.devices import capture, copy_to_device, lasting_pool
 from flash_inside.packing import Layout
 from flash_inside.precision import gradient_type
 from flash_inside.rules import ResidentRules, Rules
-from flash_inside.triton.chart import Chart, ChartResults, Precise, SavedChart, Tables, Weights, limits_on
+from flash_inside.triton.chart import Chart, ChartResults, Precise, SavedChart, Tables
 from flash_inside.triton.gradients import Gradients, RuleMemory, Wanted, computed_type, gradients
+from flash_inside.triton.weights import Weights
 
 #: Above this many nonterminals products take longer than launches. Rows without words are then real work, and a graph
 #: must fit its batch closely.
@@ -184,7 +185,7 @@ class Graph:
         self.arena.hand_to(held)
         self.tables.packed.copy_(held.tables.packed)
         if self.tables.limits is not None and limits is not None:
-            self.tables.limits[: len(limits)].copy_(limits_on(emissions.device, limits), non_blocking=True)
+            self.tables.limits[: len(limits)].copy_(copy_to_device(limits, emissions.device), non_blocking=True)
         self.root.copy_(root)
         if self.rules is not None:
             for own, given in zip(self.rules, (left, right), strict=True):

@@ -296,6 +296,7 @@ def top_kernel(
     words_before,
     n,
     p,
+    root_stride,  # from sentence to sentence, 0 if they have one root
     ONE_WORD: tl.constexpr,
     PRECISE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -304,6 +305,7 @@ def top_kernel(
     b = tl.program_id(0)
     prefix_b = tl.load(prefix + b)
     length = tl.load(lengths + b)
+    root += b.to(tl.int64) * root_stride
     columns = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     if length > 1:
@@ -364,6 +366,7 @@ def outside_kernel(
     width,
     words,
     n,
+    root_stride,  # from sentence to sentence, 0 if they have one root
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -417,7 +420,8 @@ def outside_kernel(
     suffix_of_sentence = (k == length) & (i > 0)
     if prefix_of_sentence | suffix_of_sentence:
         total = tl.load(top_sum + b)
-        d = tl.load(root + columns, mask=in_row, other=0.0).to(tl.float32) * tl.where(total > 0, 1.0 / total, 0.0)
+        own_root = root + b.to(tl.int64) * root_stride
+        d = tl.load(own_root + columns, mask=in_row, other=0.0).to(tl.float32) * tl.where(total > 0, 1.0 / total, 0.0)
         parent = row_of(offset, prefix_b, b, length, 0)
         if prefix_of_sentence:
             sibling = row_of(offset, prefix_b, b, length - k, k)

@@ -20,24 +20,29 @@ FEW_ROWS, ROWS_OF_FEW, ROWS_OF_MANY = 96, 4, 8
 
 @triton.jit(do_not_specialize=["rows"])
 def max_plus_kernel(
-    values,  # [K, room]: its columns are the rows of the result
-    weight,  # [K, A]
-    out,  # [rows, A]
+    values,  # [batch, K, room]: its columns are the rows of the result
+    weight,  # [batch, K, A]
+    out,  # [batch, rows, A]
     rows,
     room,
     k,
     a,
+    weight_stride,  # from one of the batch to the next
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """out[r, a] = max_k values[k, r] + weight[k, a]. Grid: (blocks of rows, blocks of A).
+    """out[r, a] = max_k values[k, r] + weight[k, a]. Grid: (blocks of rows, blocks of A, batch).
 
     No tensor core computes this: a block of the result stays in registers, and each step adds one row of the weights
     to one row of the values. These are the same for all threads of a warp, which has ROWS x 2 results a thread.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    number = tl.program_id(2).to(tl.int64)
+    values += number * k * room
+    weight += number * weight_stride
+    out += number * rows * a
     in_columns = column < a
     best = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
     value, addend = values + row, weight + column  # moved along, so that no product of indices can overflow
@@ -59,16 +64,19 @@ def max_plus_kernel(
 
 
 def max_plus(values: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out[r, a] = max_k values[r, k] + weight[k, a]: [R, K], [K, A] -> [R, A]."""
-    rows, k = values.shape
-    a = weight.shape[1]
-    of_block = ROWS_OF_FEW if rows <= FEW_ROWS else ROWS_OF_MANY
+    """out[r, a] = max_k values[r, k] + weight[k, a]: [R, K], [K, A] -> [R, A], or a batch of these. out: contiguous"""
+    if values.dim() == 2:
+        values, weight = values[None], weight[None]
+    batch, rows, k = values.shape
+    a = weight.shape[2]
+    of_block = ROWS_OF_FEW if batch * rows <= FEW_ROWS else ROWS_OF_MANY
     room = triton.cdiv(rows, 16) * 16  # aligned
-    by_step = values.new_empty(k, room)  # what is beyond the rows comes to nothing
-    by_step[:, :rows] = values.T
-    max_plus_kernel[(triton.cdiv(rows, of_block), triton.cdiv(a, COLUMNS))](
-        by_step, weight, out, rows, room, k, a, ROWS=of_block, COLUMNS=COLUMNS, STEPS=STEPS, num_warps=1
-    )
+    by_step = values.new_empty(batch, k, room)  # what is beyond the rows comes to nothing
+    by_step[:, :, :rows] = values.mT
+    max_plus_kernel[(triton.cdiv(rows, of_block), triton.cdiv(a, COLUMNS), batch)](
+        by_step, weight, out, rows, room, k, a, weight.stride(0), ROWS=of_block, COLUMNS=COLUMNS, STEPS=STEPS,
+        num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width", "words"])

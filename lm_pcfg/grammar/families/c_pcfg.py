@@ -20,10 +20,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flash_inside.devices import chart_memory
 from lm_pcfg.grammar.compound import Compound, CompoundModule
 from lm_pcfg.grammar.computation import Computation
 from lm_pcfg.grammar.contexts import EncodedText
 from lm_pcfg.grammar.dense import DenseGrammar
+from lm_pcfg.grammar.families.pcfg import BYTES
 from lm_pcfg.grammar.families.sc_pcfg import CompoundFamily, CompoundTables
 from lm_pcfg.grammar.families.sections import CPCFGSection
 from lm_pcfg.grammar.networks import ALL, LatentLinear, LatentNetwork, root_probabilities
@@ -37,8 +39,14 @@ class PairSentenceNetworks(CompoundTables):
         d, symbols = model.dimension, model.nonterminals + model.preterminals
         self.root_network = LatentNetwork(d, model.latent, pairs=2)
         self.pairs = LatentLinear(d, model.latent, symbols**2)
-        self.numbers = 2 * model.nonterminals * symbols**2 + model.preterminals * d
         self.initialise(model, generator)
+
+    def chunks(self, lengths: Sequence[int], precision: str, memory: float) -> list[slice]:
+        """Plan with four times the rules, as logits, as probabilities and in blocks, and with charts."""
+        rules = 4 * BYTES * self.nonterminals * len(self.symbols) ** 2
+        longest = chart_memory([max(lengths)], self.nonterminals, precision)
+        most = max(1, int(min(memory / (rules + longest), len(lengths))))
+        return [slice(first, min(first + most, len(lengths))) for first in range(0, len(lengths), most)]
 
     def forward(self, z: Tensor, lengths: Sequence[int], computation: Computation) -> DenseGrammar:
         parents, tags, root_output = self.kept(computation)

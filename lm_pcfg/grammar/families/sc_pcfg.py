@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_inside import rules_type
-from flash_inside.devices import check_memory
+from flash_inside.devices import check_memory, chunks_of_sentences
 from flash_inside.softmax import child_probabilities
 from lm_pcfg.grammar.compound import CompoundModule, CompoundSimple, Encoder, SentenceNetworks
 from lm_pcfg.grammar.computation import Computation
@@ -84,13 +84,15 @@ class SimpleSentenceNetworks(CompoundTables):
 
     def __init__(self, model: CPCFGSection, words: int, generator: torch.Generator):
         super().__init__(model, words)
-        d, symbols = model.dimension, model.nonterminals + model.preterminals
+        d = model.dimension
         self.root_network = residual_network(d, pairs=2)
         self.left_child = LatentResidualLayer(d, model.latent)
         self.right_child = LatentResidualLayer(d, model.latent)
         self.parent = LatentResidualLayer(d, model.latent)
-        self.numbers = 2 * symbols * (model.nonterminals + d)
         self.initialise(model, generator)
+
+    def chunks(self, lengths: Sequence[int], precision: str, memory: float) -> list[slice]:
+        return chunks_of_sentences(lengths, self.nonterminals, self.preterminals, precision, memory)
 
     def forward(self, z: Tensor, lengths: Sequence[int], computation: Computation) -> Grammar:
         nonterminals, preterminals, root_output = self.kept(computation)
