@@ -31,7 +31,9 @@ from test_brackets import packed_limits
 from test_dense import enumerated, ran, refusal
 from test_rank_families import softmax
 from test_softmax import LargestTensor
+from test_zero import assert_same_weights_and_moments, told
 from texts import write_config
+from zero_scenario import BROKEN
 
 FAMILIES = ["sc_pcfg", "c_pcfg"]
 N, P, V, K = 2, 3, 4, 2
@@ -424,3 +426,13 @@ def test_two_processes_are_one_with_twice_the_batches(family, tmp_path):
                 for name in ("one", "two"))  # fmt: skip
     for key, tensor in one.model.items():
         torch.testing.assert_close(tensor, two.model[key], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.long
+def test_zero_1_and_2_make_the_steps_of_plain_training(tmp_path):
+    model = {"family": "sc_pcfg", "latent": 3, "encoder": 4, "dimension": 7}
+    write_config(tmp_path, optimizer={"clip": 0.5}, inside={"precision": "fp64"}, model=model)
+    processes.run_ranks(1, [str(processes.ROOT / "tests" / "zero_scenario.py"), str(tmp_path), "1", "2"])
+    for run in ("zero1", "zero1-buckets", "zero2", "zero2-buckets"):
+        assert_same_weights_and_moments(tmp_path, "plain", run)
+        assert told(tmp_path, run)["skipped"] == told(tmp_path, "plain")["skipped"] == len(BROKEN)
