@@ -1,4 +1,4 @@
-"""What test_zero.py runs, one process: python zero_scenario.py FOLDER [STAGE]... Weights of every way are left there."""
+"""What test_zero.py runs, one process: python zero_scenario.py FOLDER [STAGE]... Weights of all ways are left there."""
 
 from __future__ import annotations
 
