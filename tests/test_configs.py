@@ -17,7 +17,8 @@ SEARCHES = sorted((CONFIGS / "search").glob("*.yaml"))
 FILES = sorted(set(CONFIGS.rglob("*.yaml")) - set(SEARCHES))
 NAMES = [str(path.relative_to(CONFIGS)) for path in FILES]
 #: What makes a model small; a family takes those of its settings that are among them.
-SMALL = {"nonterminals": 4, "preterminals": 6, "dimension": 8, "states": 6, "features": 4, "rank": 5}
+SMALL = {"nonterminals": 4, "preterminals": 6, "dimension": 8, "states": 6, "features": 4, "rank": 5,
+         "latent": 3, "encoder": 4}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -60,6 +61,16 @@ def test_the_papers_n_pcfg():
     model, optimizer = settings.model, settings.optimizer
     assert (model.nonterminals, model.preterminals, model.dimension, model.root) == (128, 256, 256, "nonterminals")
     assert (optimizer.learning_rate, settings.batch.sentences, settings.training.epochs) == (1e-3, 4, 10)
+
+
+@pytest.mark.parametrize(("file", "sizes"), [
+    ("ptb_lm_c_pcfg_30", (30, 60, 256)), ("ptb_lm_sc_512", (512, 1024, 512)), ("ptb_lm_sc_2048", (2048, 4096, 512)),
+])  # fmt: skip
+def test_the_papers_compound_grammars(file, sizes):
+    settings = load_settings(CONFIGS / "paper" / f"{file}.yaml")
+    model = settings.model
+    assert (model.nonterminals, model.preterminals, model.dimension) == sizes
+    assert (model.latent, model.encoder, settings.data.curriculum.start) == (64, 512, 30)
 
 
 @pytest.mark.parametrize(("file", "sizes"), [

@@ -201,3 +201,22 @@ def test_left_and_right_lie_one_after_the_other():
     assert right.data_ptr() == left.data_ptr() + left.numel() * left.itemsize
     assert left.is_contiguous()
     assert right.is_contiguous()
+
+
+@pytest.mark.parametrize("largest_block", [1, 7 * 12, 2 * 7 * 12, 1 << 27])
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16)])
+def test_children_of_many_sentences_are_those_of_each(largest_block, precision, dtype):
+    """A block is some rows of a sentence, one sentence, two of three, or all."""
+    generator = torch.Generator().manual_seed(3)
+    parents, left, right = (torch.randn(3, size, 5, generator=generator).requires_grad_() for size in (7, 12, 12))
+    weights = torch.randn(2, 3, 7, 12, generator=generator)
+    found = child_probabilities(parents, left, right, dtype, precision, largest_block)
+    of_all = torch.autograd.grad(found[2:], (parents, left, right), list(weights))
+    for sentence in range(3):
+        own = [table[sentence].detach().requires_grad_() for table in (parents, left, right)]
+        alone = child_probabilities(*own, dtype, precision, largest_block)
+        for one, many in zip(alone[:2], found[:2], strict=True):
+            torch.testing.assert_close(many[sentence], one)
+        of_one = torch.autograd.grad(alone[2:], own, list(weights[:, sentence]))
+        for one, many in zip(of_one, of_all, strict=True):
+            torch.testing.assert_close(many[sentence], one, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""What test_zero.py runs, one process: python zero_scenario.py FOLDER. Weights of every way to train are left there."""
+"""What test_zero.py runs, one process: python zero_scenario.py FOLDER [STAGE]... Weights of all ways are left there."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def train(folder: Path, name: str, stage: int, bucket: int) -> None:
     (folder / f"{name}.json").write_text(json.dumps(told))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, stages: list[int]) -> None:
     adam = torch.optim.Adam
     torch.optim.Adam = lambda *arguments, **options: adam(*arguments, **(options | {"fused": True}))  # as on a GPU
     train(folder, "plain", 0, 0)
-    for stage in (1, 2, 3):
+    for stage in stages or (1, 2, 3):
         train(folder, f"zero{stage}", stage, LARGE)
         train(folder, f"zero{stage}-buckets", stage, SMALL)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), [int(stage) for stage in sys.argv[2:]])

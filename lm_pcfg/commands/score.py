@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -32,6 +32,10 @@ def score(
     ] = "trained",
     weights: WeightsOption = "auto",
     device: DeviceOption = "auto",
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Of compound models: latent vectors drawn for each line (default: 4).")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of compound models: the same seed draws the same vectors.")] = 0,
     batch_cost: Annotated[int, typer.Option(min=1, help="Size of a batch: the sum of its lengths squared.")] = 25_600,
 ) -> None:
     """Compute the perplexity of a text, or the log-probability of each of its lines."""
@@ -39,6 +43,7 @@ def score(
         raise typer.BadParameter("--per-sentence and --json exclude each other: choose one")
     from lm_pcfg import load
     from lm_pcfg.corpus.text import check_there
+    from lm_pcfg.inference.bounds import bounds_wanted
     from lm_pcfg.inference.lines import count_lines
     from lm_pcfg.inference.score import TextScore, score_lines, score_report
 
@@ -46,7 +51,7 @@ def score(
     mixture = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True).grammars
     if root == "nonterminals":
         mixture = tuple(one.with_root_over_nonterminals() for one in mixture)
-    result = TextScore()
+    result = TextScore(bounds=bounds_wanted(mixture, samples, seed))
     # Values on a terminal are progress enough.
     with progress("lines scored", count_lines(file), show=not (per_sentence and sys.stdout.isatty())) as bar:
         values = score_lines(
@@ -62,6 +67,22 @@ def score(
         return
     out = sys.stderr if per_sentence else sys.stdout
     print_table(report, out)
+    if result.bounds is not None:
+        print(bounds_for_people(report), file=out)
     if "best_possible_ppl" in report:
         best, own = report["best_possible_ppl"], report["ppl_per_word"]  # the embedded corpus is made of words
-        print(f"perplexity {own:.3f}, best possible {best:.3f}, ratio {own / best:.4f}", file=out)
+        perplexity = "perplexity" if result.bounds is None else "perplexity at most"
+        print(f"{perplexity} {own:.3f}, best possible {best:.3f}, ratio {own / best:.4f}", file=out)
+
+
+def bounds_for_people(report: dict[str, Any]) -> str:
+    """Say what the figures of a compound model are."""
+
+    def figure(name: str) -> str:
+        bound, error = report[f"ppl_at_most_{name}"], report[f"ppl_at_most_{name}_se"]
+        return f"{bound:.3f} (standard error {'-' if error is None else f'{error:.3f}'})"
+
+    return (
+        f"perplexity at most {figure('elbo')} by the evidence lower bound, at most {figure('importance_weighted')} by "
+        f"the importance-weighted bound: estimates of upper bounds, {report['samples']} samples a line"
+    )

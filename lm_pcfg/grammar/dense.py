@@ -20,7 +20,7 @@ from lm_pcfg.grammar.emission import Emission
 class DenseGrammar(NamedTuple):
     """Probabilities of a PCFG whose rules do not factor. Shapes of root and pairs as in `flash_inside.dense.PairRules`.
 
-    The root is fp64, as that of a `Grammar` is.
+    The root is fp64, as that of a `Grammar` is. With a leading dimension [B, ...] it is of as many sentences.
     """
 
     root: Tensor
@@ -30,6 +30,14 @@ class DenseGrammar(NamedTuple):
     @property
     def rules(self) -> PairRules:
         return PairRules(self.root, self.pairs)
+
+    @property
+    def nonterminals(self) -> int:
+        return self.pairs.shape[-3]
+
+    def of_sentence(self, sentence: int) -> DenseGrammar:
+        """Return the grammar of one sentence, where each has its own."""
+        return DenseGrammar(self.root[sentence], self.pairs[sentence], self.emission.of_sentence(sentence))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -93,8 +101,8 @@ class DenseGrammar(NamedTuple):
 
     def with_root_over_nonterminals(self) -> DenseGrammar:
         """The paper's root: the mass of S -> preterminal is taken away and the rest renormalised."""
-        nonterminal_part = self.root[: self.rules.nonterminals]
-        return self._replace(root=nonterminal_part / nonterminal_part.sum())
+        nonterminal_part = self.root[..., : self.nonterminals]
+        return self._replace(root=nonterminal_part / nonterminal_part.sum(-1, keepdim=True))
 
     @torch.no_grad()
     def describe(self, thorough: bool = False) -> dict[str, float]:

@@ -96,12 +96,21 @@ class FeatureDropout(NamedTuple):
         return hashed_dropout(x, self.rate, self.key)
 
 
+class Latent(NamedTuple):
+    """How latent vectors are drawn (compound models), and what their KL term counts; by default as in scores."""
+
+    seed: int = 0
+    step: int | None = None  # None: of no step, for scores
+    kl_weight: float = 1.0
+
+
 class Dropout(NamedTuple):
-    """All that a step leaves out; the default is nothing."""
+    """All that a step leaves out, or draws; the default leaves out nothing."""
 
     kept: Kept | None = None  # symbols; None: all
     features: FeatureDropout = FeatureDropout()
     states: KeptStates | None = None  # those of a hidden Markov model; None: all
+    latent: Latent = Latent()
 
     @classmethod
     def of_step(
@@ -124,4 +133,5 @@ class Dropout(NamedTuple):
     def to(self, device: torch.device) -> Dropout:
         kept = None if self.kept is None else self.kept.to(device)
         states = None if self.states is None else self.states.to(device)
-        return Dropout(kept, self.features._replace(key=self.features.key.to(device)), states)
+        features = self.features._replace(key=self.features.key.to(device))
+        return self._replace(kept=kept, features=features, states=states)

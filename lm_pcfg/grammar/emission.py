@@ -11,6 +11,7 @@ each group instead of by all, but as the sum over the group: the average is the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -73,14 +74,16 @@ class _Gathered(torch.autograd.Function):
 class Emission(NamedTuple):
     """p(word | preterminal) = softmax over the words of features . embeddings.
 
-    Only columns for the words at hand are asked for, or, to draw words, rows of the preterminals at hand.
+    Only columns for the words at hand are asked for, or, to draw words, rows of the preterminals at hand. Where each of
+    B sentences has features of its own (compound models), only its own words are asked for: never P x V x B numbers.
     """
 
-    features: Tensor  # [P, d] of the preterminals
+    features: Tensor  # [P, d] of the preterminals; or [B, P, d]
     embeddings: Tensor  # [V, d] of the words
-    log_normalizers: Tensor  # [P] log sum over the words of exp(feature . embedding)
+    log_normalizers: Tensor  # [P] log sum over the words of exp(feature . embedding); or [B, P]
     precision: str = "fp32"  # of the products behind the normalisers
     widened: bool = False  # tables are fp64 because logits are too large for fp32; log-probabilities are fp32 still
+    lengths: tuple[int, ...] | None = None  # of the B sentences that have features of their own; None: one for all
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,11 +104,31 @@ class Emission(NamedTuple):
             normalizers = shards.gather(normalizers, p)
         return cls(features, embeddings, normalizers, precision, widened)
 
+    @classmethod
+    def of_sentences(
+        cls, features: Tensor, embeddings: Tensor, lengths: Sequence[int], precision: str = "fp32"
+    ) -> Emission:
+        """Make the emission of sentences of these lengths, each with features of its own: [B, P, d]."""
+        flat = cls.of(features.flatten(0, 1), embeddings, precision)
+        return flat._replace(
+            features=flat.features.view(features.shape), log_normalizers=flat.log_normalizers.view(features.shape[:2]),
+            lengths=tuple(lengths),
+        )  # fmt: skip
+
+    def of_sentence(self, sentence: int) -> Emission:
+        """Return the emission of one of the sentences that have their own."""
+        return self._replace(
+            features=self.features[sentence], log_normalizers=self.log_normalizers[sentence], lengths=None
+        )
+
     def log_probabilities(self, words: Tensor) -> Tensor:
         """words: [n] ids on any device -> [n, P] on that of the tables. Each distinct word is computed once.
 
-        Ids on the host are sorted there: the host need not wait for a GPU.
+        Ids on the host are sorted there: the host need not wait for a GPU. Where sentences have features of their own,
+        these are all words of the sentences, one after another.
         """
+        if self.lengths is not None:
+            return self._of_own_words(words)
         distinct, position = torch.unique(words, return_inverse=True)
         device = self.features.device
         distinct, position = distinct.to(device, non_blocking=True), position.to(device, non_blocking=True)
@@ -115,6 +138,15 @@ class Emission(NamedTuple):
         embeddings, features = (rounded(table, self.precision) for table in (words_given, self.features))
         columns = embeddings @ features.T - self.log_normalizers  # [distinct, P]
         return functional.embedding(position, columns.float() if self.widened else columns)
+
+    def _of_own_words(self, words: Tensor) -> Tensor:
+        device = self.features.device
+        ids, there = padded_ids(words, self.lengths or ())
+        places = there.flatten().nonzero().squeeze(1).to(device, non_blocking=True)
+        words_given = functional.embedding(ids.to(device, non_blocking=True), self.embeddings)  # [B, longest, d]
+        embeddings, features = (rounded(table, self.precision) for table in (words_given, self.features))
+        columns = (embeddings @ features.mT - self.log_normalizers[:, None]).flatten(0, 1)
+        return functional.embedding(places, columns.float() if self.widened else columns)
 
     def log_probabilities_of(self, preterminals: Tensor) -> Tensor:
         """Log-probabilities of all words given some preterminals: [n] numbers on the tables' device -> [n, V]."""
@@ -129,7 +161,7 @@ class Emission(NamedTuple):
         """Say that training has become unstable, if the logits tell."""
         if not self.widened:
             return None
-        size = largest_logit(self.features, self.embeddings)
+        size = largest_logit(self.features.flatten(0, -2), self.embeddings)
         return (
             f"logits of the emission reach {size:.0e}: the training has become unstable, and bf16 or fp32 no "
             "longer compute it right (scores use fp64, enough up to 1e12); begin anew with another seed or a lower rate"
@@ -143,6 +175,14 @@ class Emission(NamedTuple):
             log_p = self.features[part] @ self.embeddings.T - self.log_normalizers[part, None]
             parts.append(-(log_p.exp() * log_p).sum(1))
         return torch.cat(parts)
+
+
+def padded_ids(words: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return ids of packed words as a table [B, longest] on the host, 0 after the end, and where there are words."""
+    there = torch.arange(max(lengths, default=0)) < torch.tensor(lengths, dtype=torch.int64)[:, None]
+    ids = torch.zeros(there.shape, dtype=torch.int64)
+    ids[there] = words.cpu()
+    return ids, there
 
 
 def largest_logit(features: Tensor, embeddings: Tensor, rows: int = 1024) -> float:

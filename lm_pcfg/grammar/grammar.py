@@ -23,6 +23,7 @@ from lm_pcfg.grammar.emission import Emission
 class Grammar(NamedTuple):
     """Probabilities of a simple PCFG. Shapes of root, left and right as in `flash_inside.Rules`.
 
+    With a leading dimension [B, ...] they are of as many sentences, and so is the emission: see `of_sentence`.
     The root is fp64: training soon gives nearly all of it to one symbol, and what another symbol has left might be 0
     in fp32, with no gradient to come back by.
     """
@@ -41,6 +42,15 @@ class Grammar(NamedTuple):
         if self.gradient_memory is not None:
             return ResidentRules(self.root, self.left, self.right, self.gradient_memory)
         return Rules(self.root, self.left, self.right)
+
+    @property
+    def nonterminals(self) -> int:
+        return self.left.shape[-2]
+
+    def of_sentence(self, sentence: int) -> Grammar:
+        """Return the grammar of one sentence, where each has its own."""
+        root, left, right = self.rules.of_sentence(sentence)
+        return Grammar(root, left, right, self.emission.of_sentence(sentence))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -149,5 +159,5 @@ class Grammar(NamedTuple):
 
     def with_root_over_nonterminals(self) -> Grammar:
         """The paper's root: the mass of S -> preterminal is taken away and the rest renormalised."""
-        nonterminal_part = self.root[: self.rules.nonterminals]
-        return self._replace(root=nonterminal_part / nonterminal_part.sum())
+        nonterminal_part = self.root[..., : self.nonterminals]
+        return self._replace(root=nonterminal_part / nonterminal_part.sum(-1, keepdim=True))

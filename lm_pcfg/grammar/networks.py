@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+ALL = slice(None)
 FEW = -5.0  # `one_word` at the beginning: 0.7 % of sentences have one word (PTB: 0.3 %)
 
 
@@ -31,6 +32,42 @@ class ResidualLayer(nn.Module):
         return torch.relu(self.linear(x)) + (x if skip is None else skip)
 
 
+class LatentLinear(nn.Linear):
+    """W [x; z] + b for every row x of a table and every z: [S, d], [B, k] -> [B, S, d]. No z is copied to the rows."""
+
+    def __init__(self, dimension: int, latent: int, outputs: int | None = None):
+        super().__init__(dimension + latent, dimension if outputs is None else outputs)
+        self.dimension = dimension
+
+    def forward(self, x: Tensor, z: Tensor, outputs: slice | Tensor = ALL) -> Tensor:  # type: ignore[override]
+        """outputs: those that are wanted"""
+        of_x, of_z = self.weight[outputs].tensor_split([self.dimension], 1)
+        return nn.functional.linear(x, of_x, self.bias[outputs]) + nn.functional.linear(z, of_z)[:, None]
+
+
+class LatentResidualLayer(nn.Module):
+    """relu(W [x; z] + b) + x"""
+
+    def __init__(self, dimension: int, latent: int):
+        super().__init__()
+        self.linear = LatentLinear(dimension, latent)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return torch.relu(self.linear(x, z)) + x
+
+
+class LatentNetwork(nn.Module):
+    """A linear layer of [x; z] and some residual pairs."""
+
+    def __init__(self, dimension: int, latent: int, pairs: int):
+        super().__init__()
+        self.linear = LatentLinear(dimension, latent)
+        self.pairs = nn.Sequential(*(ResidualPair(dimension) for _ in range(pairs)))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.pairs(self.linear(x, z))
+
+
 def rotation(dimension: int, generator: torch.Generator) -> nn.Linear:
     """A matrix that begins as a random rotation (or reflection)."""
     linear = nn.Linear(dimension, dimension, bias=False)
@@ -53,13 +90,14 @@ def root_probabilities(logits: Tensor, nonterminals: int, one_word: Tensor | Non
     logits = logits.double()
     if one_word is None:
         return logits.softmax(-1)
-    over_nonterminals, over_preterminals = logits.tensor_split([nonterminals])
+    over_nonterminals, over_preterminals = logits.tensor_split([nonterminals], -1)
     one_word = one_word.double()
     return torch.cat(
         (
             over_nonterminals.softmax(-1) * torch.sigmoid(-one_word),
             over_preterminals.softmax(-1) * one_word.sigmoid(),
-        )
+        ),
+        -1,
     )
 
 

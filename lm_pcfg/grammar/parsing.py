@@ -92,7 +92,7 @@ class Parser(NamedTuple):
             found = self.grammar.viterbi(
                 torch.tensor(encoded.symbols), encoded.lengths, precision=self.precision, backend=self.backend
             )
-            n = self.grammar.rules.nonterminals
+            n = self.grammar.nonterminals
             for line, boundaries, (_, nodes) in zip(encoded.lines, encoded.boundaries, found, strict=True):
                 if nodes:
                     trees[line] = labelled_tree(lines[line].split(), nodes, boundaries, n)

@@ -109,8 +109,10 @@ def longest_line(grammars: Sequence[TrainedGrammar], precision: str) -> float:
 
     It is inf for models without a chart, and where the system does not tell.
     """
-    rules = [one.grammar.rules for one in grammars if hasattr(one.grammar, "rules")]
-    fitting = [longest_fitting(0.8 * memory_of(one.root.device), one.nonterminals, precision) for one in rules]
+    with_charts = [one.grammar for one in grammars if hasattr(one.grammar, "nonterminals")]
+    fitting = [
+        longest_fitting(0.8 * memory_of(one.tensors[0].device), one.nonterminals, precision) for one in with_charts
+    ]
     return max(1.0, min(fitting, default=math.inf))
 
 

@@ -71,6 +71,8 @@ class Model:
     def score(self, lines: Sequence[str], *, on_lines: OnLines = unseen) -> np.ndarray:
         """Return the natural log-probability of every line: fp64 [lines].
 
+        Of compound models (`sc_pcfg`, `c_pcfg`) it is an estimate of the evidence lower bound, with one latent vector
+        for each line, the same each time; `lm_pcfg score --samples` draws more.
         -inf: the grammar cannot generate it; NaN: the line is blank. on_lines is called with the number of lines
         whenever some are done.
         """
@@ -204,6 +206,8 @@ class Model:
     def sample(self, number: int, *, seed: int = 0, max_length: int = 250) -> list[Sample]:
         """Draw sentences with their derivations by exact ancestral sampling; the same seed draws the same ones.
 
+        A compound model first draws the latent vector of each sentence from N(0, I).
+
         Samples of more than max_length words are cut. The list is shorter by their number, and a warning says so: what
         is left is a sample of shorter sentences only.
         """
@@ -223,6 +227,7 @@ class Model:
     ) -> list[list[ScoredTree]]:  # fmt: skip
         """Draw so many trees of every line from p(tree | line), with symbols as labels; none for a line without one.
 
+        Of compound models (`sc_pcfg`) they are those of the grammar of the posterior mean of z, as in `parse`.
         first_line: of a longer text, where these lines begin in it, so that each part has draws of its own.
         """
         _check_lines(lines)

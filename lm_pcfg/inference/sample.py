@@ -12,6 +12,7 @@ import torch
 from lm_pcfg.corpus.pieces import AnyVocabulary, PieceVocabulary
 from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.grammar.dense import DenseGrammar
 from lm_pcfg.grammar.generation import Derivation, sample_derivations, sample_sequences
 from lm_pcfg.grammar.grammar import Grammar
@@ -30,7 +31,7 @@ class Sample:
     #: Over words, or over the pieces of a vocabulary of pieces; labels are symbols. A hidden Markov model has no tree,
     #: and its states as tags.
     tree: Tree
-    log_probability: float  # natural, of the derivation: that of the sentence is larger
+    log_probability: float  # natural, of the derivation (of compound models: given z): that of the sentence is larger
 
 
 class ScoredTree(NamedTuple):
@@ -72,7 +73,7 @@ def draw_samples(
     if number < 0 or max_length < 1 or seed < 0:
         raise UserError(f"{number} samples of at most {max_length} words with seed {seed} cannot be drawn")
     for one in mixture:
-        if not isinstance(one.grammar, Grammar | DenseGrammar | HiddenMarkovModel):
+        if not isinstance(one.grammar, Grammar | DenseGrammar | HiddenMarkovModel | Compound):
             raise UserError(f"{one.checkpoint}: a model of family {one.settings.model.family} cannot be sampled")
     for block, start in enumerate(range(0, number, AT_A_TIME)):
         count = min(AT_A_TIME, number - start)
@@ -97,6 +98,12 @@ def _derivations(one: TrainedGrammar, number: int, seed: int, most: int) -> Iter
     if isinstance(one.grammar, HiddenMarkovModel):
         assert one.vocabulary.end_id is not None
         return iter(sample_sequences(one.grammar, number, seed=seed, max_length=most, end=one.vocabulary.end_id))
+    if isinstance(one.grammar, Compound):  # every sentence has a grammar of its own
+        seeds = np.random.SeedSequence([seed, 1]).generate_state(number, np.uint64).tolist()
+        grammars = zip(one.grammar.drawn(number, seed=seed), seeds, strict=True)
+        return (
+            next(iter(sample_derivations(grammar, 1, seed=own_seed, max_length=most))) for grammar, own_seed in grammars
+        )
     return iter(sample_derivations(one.grammar, number, seed=seed, max_length=most))
 
 
@@ -115,7 +122,7 @@ def _sample(trained: TrainedGrammar, derivation: Derivation) -> Sample | None:
     if isinstance(trained.grammar, HiddenMarkovModel):
         tree = Tree(tuple(words), tuple(f"S{state}" for _, _, state in derivation.nodes[: len(ids)]), ())
     else:
-        tree = labelled_tree(words, derivation.nodes, range(len(ids) + 1), trained.grammar.rules.nonterminals)
+        tree = labelled_tree(words, derivation.nodes, range(len(ids) + 1), trained.grammar.nonterminals)
     return Sample(text, tree, derivation.log_probability)
 
 
@@ -144,7 +151,7 @@ def posterior_trees(
     encoded = parser.encode(lines)
     if encoded.lines:
         found = trained.grammar.sample_trees(torch.tensor(encoded.symbols), encoded.lengths, number, generator)
-        n = trained.grammar.rules.nonterminals
+        n = trained.grammar.nonterminals
         for line, boundaries, trees in zip(encoded.lines, encoded.boundaries, found, strict=True):
             words = lines[line].split()
             results[line] = [ScoredTree(labelled_tree(words, nodes, boundaries, n), score) for score, nodes in trees]

@@ -15,6 +15,7 @@ from lm_pcfg.corpus.sentences import Sentences, encode_sentences
 from lm_pcfg.corpus.text import EMBEDDED_PREFIX, display_name, read_words
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, perplexity, sentence_log_probabilities
+from lm_pcfg.inference.bounds import Bounds
 from lm_pcfg.inference.lines import OnLines, Warnings, longest_line, map_lines, warn_of_unknown
 from lm_pcfg.inference.trained import TrainedGrammar
 
@@ -35,6 +36,7 @@ class TextScore:
     unknown_words: int = 0
     is_scored: bytearray = field(default_factory=bytearray)  # for every line: 1 if it is in the sums, else 0
     statistics: Statistics = field(default_factory=Statistics)  # of all grammars of a mixture together
+    bounds: Bounds | None = None  # of a compound model, whose sums here are of the evidence lower bound
 
     @property
     def total(self) -> CorpusScore:
@@ -91,10 +93,12 @@ def score_lines(
 
     def log_probabilities(lines: list[str], on_lines: OnLines) -> list[float]:
         sentences = encode_sentences(enumerate(lines, start=1), vocabulary)
-        log_p = mixture_log_probabilities(
-            mixture, sentences, precision=precision, backend=backend, batch_cost=batch_cost,
-            statistics=result.statistics, on_lines=on_lines,
-        )  # fmt: skip
+        how: dict[str, Any] = {"precision": precision, "backend": backend, "batch_cost": batch_cost}
+        how |= {"statistics": result.statistics, "on_lines": on_lines}
+        if result.bounds is None:
+            log_p = mixture_log_probabilities(mixture, sentences, **how)
+        else:
+            log_p = result.bounds.score(mixture[0], sentences, **how)
         score = corpus_score(sentences, log_p)
         result.nlls.append(score.nll)
         result.pieces += score.words
@@ -151,6 +155,8 @@ def score_report(
         "recomputed": result.statistics.recomputed,
         "precision": precision,
     }
+    if result.bounds is not None:
+        report |= result.bounds.report(total.tokens)
     if source.startswith(EMBEDDED_PREFIX):  # its source is known: the best possible score of the lines that were scored
         from lm_pcfg.corpus import embedded
 

@@ -29,6 +29,7 @@ from lm_pcfg.corpus.shards.files import is_json, is_parquet
 from lm_pcfg.corpus.text import display_name
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import analysis
+from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.grammar.dense import DenseGrammar
 from lm_pcfg.grammar.emission import Emission
 from lm_pcfg.grammar.grammar import Grammar
@@ -202,14 +203,16 @@ def symbols_of(
     trained: TrainedGrammar, text: Sentences | None = None, *, name: str = "the text", most: int = 10, listed: int = 50,
     on_batch: Callable[[int], None] = lambda lines: None,
 ) -> SymbolTable:  # fmt: skip
-    """Do as `symbols` for a trained model; one line for the user if its family has no rules."""
-    if not isinstance(trained.grammar, Grammar):
+    """Do as `symbols` for a trained model; one line for the user if its family has no rules.
+
+    Of a compound model, whose sentences have grammars of their own, it is the grammar of z = 0.
+    """
+    grammar = trained.grammar.of_prior_mean() if isinstance(trained.grammar, Compound) else trained.grammar
+    if not isinstance(grammar, Grammar):
         family = trained.settings.model.family
-        rules = "rules over pairs of children only" if isinstance(trained.grammar, DenseGrammar) else "no rules"
+        rules = "rules over pairs of children only" if isinstance(grammar, DenseGrammar) else "no rules"
         raise UserError(f"{trained.checkpoint}: a model of family {family} has {rules}, so no symbols can be shown")
-    return symbols(
-        trained.grammar, trained.vocabulary, text=text, name=name, most=most, listed=listed, on_batch=on_batch
-    )
+    return symbols(grammar, trained.vocabulary, text=text, name=name, most=most, listed=listed, on_batch=on_batch)
 
 
 def load_text(

@@ -24,6 +24,7 @@ from lm_pcfg.corpus.span_f1 import labelled_spans, sentence_f1
 from lm_pcfg.corpus.stream import BatchStream
 from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.distributed.collectives import Collectives
+from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.grammar.computation import EXACT
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_probabilities
 from lm_pcfg.grammar.parsing import Parser, mbr_trees
@@ -116,6 +117,7 @@ def evaluate(
             raise _Interrupted
 
     labels = frequent_labels(trees)
+    own_kl = np.zeros(len(valid))
     own, own_trees, interrupted = np.zeros(len(valid)), np.zeros(len(trees) + len(labels)), False
     with torch.no_grad():
         grammar = functional_call(skeleton, weights, (EXACT,))
@@ -125,6 +127,11 @@ def evaluate(
                 backend=settings.inside.backend, statistics=statistics, on_batch=check,
                 rank=processes.rank, world_size=processes.world_size,
             )  # fmt: skip
+            if isinstance(grammar, Compound):
+                own_kl = sentence_log_probabilities(
+                    grammar.estimating("kl"), valid, batch_cost=settings.evaluation.batch_cost, on_batch=check,
+                    rank=processes.rank, world_size=processes.world_size,
+                )  # fmt: skip
             if trees:
                 parser = Parser(grammar, corpora.vocabulary, settings.evaluation.precision, settings.inside.backend)
                 own_trees = compared_trees(
@@ -138,6 +145,9 @@ def evaluate(
         if interruptions:
             return None
         properties = grammar.describe()
+    if isinstance(grammar, Compound):
+        kl = processes.all_reduce(torch.from_numpy(own_kl).to(processes.device)).cpu().numpy()
+        properties["valid/kl"] = math.fsum(kl.tolist()) / max(1, len(kl))  # nats a sentence
     log_p = processes.all_reduce(torch.from_numpy(own).to(processes.device)).cpu().numpy()
     tree_score = None
     if trees:

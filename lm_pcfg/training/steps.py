@@ -63,6 +63,8 @@ class Steps:
         fewest = self.family.fewest_symbols(model)
         if settings.data.brackets is not None and not self.family.takes_brackets:
             raise UserError(f"data.brackets needs a model with trees, and family {model.family} has none")
+        if engine.zero_stage == 3 and self.family.works_with_weights:
+            raise UserError(f"family {model.family} needs all its weights in every batch: use DDP, or ZeRO 1 or 2")
         self.corpora = engine.on_all(
             lambda: with_brackets(opening.load_corpora(settings, vocabulary, fewest), settings.data)
         )

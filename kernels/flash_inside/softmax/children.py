@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ def child_probabilities(
     largest_block: int = LARGEST_BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """left[A, B] = softmax over B of parents_A . left_children_B; right likewise: [N, d], [S, d] twice -> [N, S] twice.
+
+    Tables with a leading dimension, one for each sentence, give probabilities with it: [B, N, d] -> [B, N, S].
 
     dtype      of the probabilities; by default that of the parents
     precision  of the products, as for `log_normalizers`
@@ -53,22 +56,24 @@ class _ChildProbabilities(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.precision, ctx.largest_block = precision, largest_block
         ctx.set_materialize_grads(False)
-        n, symbols, wide = len(parents), len(left_children), parents.dtype
-        a = operand(parents, precision)
-        both = torch.empty(2, n, symbols, dtype=dtype, device=parents.device)
-        with product_precision(precision):
-            for children, probabilities in zip((left_children, right_children), both, strict=True):
-                b = operand(children, precision)
-                for block in blocks(n, symbols, largest_block):
-                    rows.softmax(multiply(a[block], b.T, wide), probabilities[block])
+        symbols, wide = left_children.shape[-2], parents.dtype
+        a = operand(_of_sentences(parents), precision)
+        both = torch.empty(2, *parents.shape[:-1], symbols, dtype=dtype, device=parents.device)
         left, right = both
+        with product_precision(precision):
+            for children, probabilities in ((left_children, left), (right_children, right)):
+                b, out = operand(_of_sentences(children), precision), _of_sentences(probabilities)
+                for some, block in _blocks(out, largest_block):
+                    logits = multiply(a[some, block], b[some].mT, wide)
+                    rows.softmax(logits.flatten(0, 1), out[some, block].flatten(0, 1))
+                    del logits  # before the next block is made
         ctx.save_for_backward(parents, left_children, right_children, left, right)
         if dtype == wide:
             ctx.first_entrance = 0
             return left, right
         ctx.mark_non_differentiable(left, right)
         ctx.first_entrance = 2
-        entrances = (parents.new_zeros(()).expand(n, symbols) for _ in range(2))
+        entrances = (parents.new_zeros(()).expand(left.shape) for _ in range(2))
         return left, right, *entrances
 
     @staticmethod
@@ -76,7 +81,7 @@ class _ChildProbabilities(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         parents, left_children, right_children, left, right = ctx.saved_tensors
         wide, precision = parents.dtype, ctx.precision
-        a = operand(parents, precision)
+        a = operand(_of_sentences(parents), precision)
         d_parents: Tensor | None = None
         d_children = []
         gradients = incoming[ctx.first_entrance : ctx.first_entrance + 2]
@@ -87,15 +92,35 @@ class _ChildProbabilities(torch.autograd.Function):
                 if gradient is None:
                     d_children.append(torch.zeros_like(children))
                     continue
-                d_table: Tensor | None = None
                 of_parents = torch.empty_like(parents)
-                b = operand(children, precision)
-                for block in blocks(len(a), len(b), ctx.largest_block):
-                    d_logits = torch.empty(probabilities[block].shape, dtype=a.dtype, device=a.device)
-                    rows.softmax_gradient(probabilities[block], gradient[block].contiguous(), d_logits)
-                    of_parents[block] = multiply(d_logits, b, wide)
-                    d_table = add(multiply(d_logits.T, a[block], wide), d_table)
-                    del d_logits  # before the next block is made
-                d_children.append(torch.zeros_like(children) if d_table is None else d_table)
+                parts: list[Tensor] = []  # of the gradient by the children: some sentences each
+                b, p, g = operand(_of_sentences(children), precision), *map(_of_sentences, (probabilities, gradient))
+                for some, block in _blocks(p, ctx.largest_block):
+                    d_logits = torch.empty(p[some, block].shape, dtype=a.dtype, device=a.device)
+                    rows.softmax_gradient(
+                        p[some, block].flatten(0, 1), g[some, block].flatten(0, 1).contiguous(), d_logits.flatten(0, 1)
+                    )
+                    _of_sentences(of_parents)[some, block] = multiply(d_logits, b[some], wide)
+                    of_block = multiply(d_logits.mT, a[some, block], wide)
+                    if block.start:  # more rows of the same sentence
+                        parts[-1].add_(of_block)
+                    else:
+                        parts.append(of_block)
+                    del d_logits, of_block  # before the next block is made
+                whole = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros_like(b, dtype=wide)
+                d_children.append(whole.view(children.shape))
                 d_parents = add(of_parents, d_parents)
         return d_parents, *d_children, None, None, None
+
+
+def _of_sentences(table: Tensor) -> Tensor:
+    """Return a table as that of one sentence, unless each sentence has its own."""
+    return table if table.dim() == 3 else table[None]
+
+
+def _blocks(probabilities: Tensor, largest: int) -> Iterator[tuple[slice, slice]]:
+    """Yield sentences and rows whose logits are made at a time: all rows of some sentences, or some rows of one."""
+    sentences, parents, symbols = probabilities.shape
+    for some in blocks(sentences, parents * symbols, largest):
+        for block in blocks(parents, (some.stop - some.start) * symbols, largest):
+            yield some, block

@@ -61,7 +61,9 @@ def whole_lines(table: Tensor) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor, result: torch.dtype) -> Tensor:
-    """Return a @ b, accumulated and returned in the type `result`."""
+    """Return a @ b, accumulated and returned in the type `result`: of matrices, or of as many pairs of them."""
+    if a.dim() == 3 and len(a) == 1:  # the same as without its dimension, bit for bit
+        return product(a[0], b[0], result)[None]
     return product(a, b, result)
 
 

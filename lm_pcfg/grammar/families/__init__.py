@@ -13,8 +13,10 @@ if TYPE_CHECKING:  # it imports torch
 
 #: Family -> the file that has it, as a variable `FAMILY`.
 BUILT_IN = {
+    "c_pcfg": "lm_pcfg.grammar.families.c_pcfg",
     "n_pcfg": "lm_pcfg.grammar.families.n_pcfg",
     "rank_pcfg": "lm_pcfg.grammar.families.rank_pcfg",
+    "sc_pcfg": "lm_pcfg.grammar.families.sc_pcfg",
     "sn_pcfg": "lm_pcfg.grammar.families.sn_pcfg",
     "tables": "lm_pcfg.grammar.families.tables",
     "nhmm": "lm_pcfg.grammar.families.nhmm",

@@ -56,6 +56,7 @@ class Family:
     section: type[ModelSection]
     wants_batches = False  # whether `forward` has to see the sentences of a step first: `computation.batches`
     takes_brackets = False  # whether `log_likelihood` has an argument `limits` (lm_pcfg/grammar/grammar.py)
+    works_with_weights = False  # whether micro-batches need the weights themselves, which ZeRO 3 takes apart
     shares_emission = False  # whether processes can share its emission: `computation.shards`
 
     def build(self, model: Any, words: Sequence[str], seed: int, text: EncodedText | None = None) -> nn.Module:

@@ -121,6 +121,19 @@ class NPCFGSection(PCFGSection):
         return self
 
 
+class CPCFGSection(NPCFGSection):
+    """What compound PCFGs have."""
+
+    latent: Count = setting(64, "dimension of the latent vector of a sentence")
+    encoder: Count = setting(512, "dimension of the word embeddings and LSTM states that infer it from the sentence")
+    kl_warmup_steps: int = setting(0, "steps in which the weight of the KL term rises to 1; 0: it is always 1", ge=0)
+
+
+class SCPCFGSection(CPCFGSection):
+    dimension: Count = setting(512, "dimension of the embeddings and networks")
+    init: InitField = setting(Init(), "xavier_normal, xavier_uniform, or standard deviations: normal(symbols, words)")
+
+
 class TablesSection(PCFGSection):
     init: InitField = setting(Init(), "normal(symbols, words): standard deviations of the logits; by default 1 and 1")
 
@@ -163,8 +176,10 @@ class RankHMMSection(HMMSection):
 
 #: Families whose settings are here; those of other families are in their files.
 SECTIONS: dict[str, type[ModelSection]] = {
+    "c_pcfg": CPCFGSection,
     "n_pcfg": NPCFGSection,
     "rank_pcfg": RankPCFGSection,
+    "sc_pcfg": SCPCFGSection,
     "sn_pcfg": SNPCFGSection,
     "tables": TablesSection,
     "tn_pcfg": TNPCFGSection,
