@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from flash_inside import Rules, Statistics, dense, recomputation, scaled
 from flash_inside.dense import PairRules
 from flash_inside.dense import scaled as dense_scaled
 from flash_inside.devices import chunks_of_sentences, sentence_memory
-from flash_inside.packing import Layout
+from flash_inside.packing import Layout, Padding
 from flash_inside.precision import TOLERANCE
 from grammars import enumerate_trees, random_emissions, random_rules, rules_that_lose_a_row, score_of
 from test_brackets import packed_limits, some_brackets
@@ -47,6 +48,22 @@ def test_runs_are_the_rows_of_a_width():
             assert met == list(range(block.start, block.stop))
     assert len(layout.runs(1)) == 4
     assert len(Layout([5] * 9).runs(3)) == 1
+
+
+def test_padded_rows_go_there_and_back():
+    layout = Layout([4, 7, 7, 2, 4, 1, 4])
+    for width in range(1, 8):
+        here = layout.span_rows(width)
+        sentence, _ = layout.spans(width)
+        for start in (here.start, here.start + 3, here.stop - 1):
+            runs = layout.runs(width, slice(start, here.stop))
+            if not runs:
+                continue
+            sentences, each, there, back = Padding.of(runs)
+            rows = np.arange(here.stop - start)
+            assert (rows[there][back] == rows).all()
+            numbers = np.repeat(np.arange(sentences.start, sentences.stop), each)
+            assert (sentence[start - here.start :][there] == numbers).all()
 
 
 def test_rows_by_sentence():
