@@ -267,6 +267,22 @@ def test_bounds_are_below_the_likelihood_by_quadrature(family):
     assert elbo < np.mean(few) < truth + 4 * np.std(few) / math.sqrt(20)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_have_grammars_of_latent_vectors_from_the_prior(family):
+    """The mean share of a word among the words of each preterminal, drawn and by quadrature."""
+    with torch.no_grad():
+        model, number = make_model(family, latent=1)(), 300
+        grid = torch.linspace(-8, 8, 401, dtype=torch.float64)
+        emission = model.given(grid[:, None], [1] * 401).emission.log_probabilities(torch.zeros(401, dtype=torch.int64))
+        expected = (emission.exp() * Normal(0.0, 1.0).log_prob(grid).exp()[:, None]).sum(0) * (grid[1] - grid[0])
+        drawn = torch.stack([
+            grammar.emission.log_probabilities(torch.tensor([0]))[0].exp() for grammar in model.drawn(number, seed=3)
+        ])  # fmt: skip
+        again = next(model.drawn(1, seed=3)).emission.log_probabilities(torch.tensor([0]))[0].exp()
+    assert torch.equal(again, drawn[0])
+    assert ((drawn.mean(0) - expected).abs() < 4 * drawn.std(0) / math.sqrt(number)).all()
+
+
 # ---- gradients and memory -------------------------------------------------------------------------------------------
 
 
