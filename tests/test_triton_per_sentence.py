@@ -5,6 +5,9 @@ Without a GPU test_triton.py runs this file in a process of its own.
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -87,6 +90,24 @@ def test_left_and_right_in_one_tensor_are_read_as_one():
     one = flash_inside.inside(rules, emissions, lengths, "fp32", "triton")
     other = flash_inside.inside(halves, emissions, lengths, "fp32", "triton")
     torch.testing.assert_close(one, other)
+
+
+@runs_kernels
+def test_copies_of_the_rules_are_freed_at_once():
+    """Nothing waits for the garbage collector: they are as large as all rules."""
+    from flash_inside.triton.weights import SentenceWeights
+
+    lengths = [1, 3, 2]
+    rules, layout = grammars(7, 5, lengths), flash_inside.packing.Layout(lengths)
+    weights = SentenceWeights(*rules[1:], torch.float32, layout, torch.tensor(layout.order, device=DEVICE))
+    weights.from_children(*(torch.zeros(6, size, device=DEVICE) for size in (14, 5)), slice(7, None), 1)
+    copy = weakref.ref(weights.left)
+    gc.disable()
+    try:
+        del weights
+        assert copy() is None
+    finally:
+        gc.enable()
 
 
 @runs_kernels

@@ -12,7 +12,6 @@ Such rules must lie in the order of the layout. If sentences do not come sorted 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -80,14 +79,23 @@ class _Plan(NamedTuple):
     """How the rows of a width are multiplied with the rules of their sentences."""
 
     runs: list[Run]
-    padding: Padding | None = None
-    there: Tensor | None = None  # of the padding, on the device
-    back: Tensor | None = None
+    padding: Padding | None  # None: run by run
+    there: Tensor  # of the padding, on the device
+    back: Tensor
+
+    @classmethod
+    def of(cls, runs: list[Run], device: torch.device) -> _Plan:
+        if len(runs) <= MOST_LENGTHS:
+            return cls(runs, None, *(torch.empty(0, dtype=torch.int64) for _ in range(2)))
+        padding = Padding.of(runs)
+        return cls(runs, padding, copy_to_device(padding.there, device), copy_to_device(padding.back, device))
 
     def batches(self, rows: Tensor, out: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield sentences, their rows [sentences, each, K], and where to write [sentences, each, A]. All must be used:
-        what was written for padded rows is brought to `out` after it."""
-        if self.padding is None or self.there is None or self.back is None:
+        """Yield sentences, their rows [sentences, each, K], and where to write [sentences, each, A].
+
+        What was written for padded rows is brought to `out` afterwards.
+        """
+        if self.padding is None:
             for run in self.runs:
                 yield run.sentences, run.of(rows), run.of(out)
             return
@@ -114,7 +122,7 @@ class SentenceWeights:
         elif left.dtype == storage and right.dtype == storage and _each_follows(left, right):
             self.joint = left.as_strided((left.shape[0], 2 * self.n, left.shape[2]), left.stride())
         self.left, self.right = left.to(storage), right.to(storage)
-        self.plan = cache(self._plan)
+        self.plans: dict[tuple[int, int], _Plan] = {}
 
     def to_children(self, rows: Tensor, out: Tensor, columns: slice, width: int) -> None:
         """Do as `Weights` does, with the rules of each sentence: [R, K] -> [R, 2N] of a width."""
@@ -145,15 +153,12 @@ class SentenceWeights:
                 torch.bmm(batch[..., : self.n], self.left[sentences, :, columns], out=target)
                 target.baddbmm_(batch[..., self.n :], self.right[sentences, :, columns])
 
-    def _plan(self, width: int, last: int) -> _Plan:
-        """Plan products of the last so many rows of a width."""
-        stop = self.layout.span_rows(width).stop
-        runs = self.layout.runs(width, slice(stop - last, stop))
-        if len(runs) <= MOST_LENGTHS:
-            return _Plan(runs)
-        padding = Padding.of(runs)
-        there, back = (copy_to_device(rows, self.left.device) for rows in (padding.there, padding.back))
-        return _Plan(runs, padding, there, back)
+    def plan(self, width: int, last: int) -> _Plan:
+        """Plan products of the last so many rows of a width; both passes over the widths use the same."""
+        if (width, last) not in self.plans:
+            stop = self.layout.span_rows(width).stop
+            self.plans[width, last] = _Plan.of(self.layout.runs(width, slice(stop - last, stop)), self.left.device)
+        return self.plans[width, last]
 
     def write_counts(self, d_children: Tensor, leaves: Tensor, beta: Tensor, out: tuple[Tensor, Tensor]) -> None:
         """out = D^T rows of every sentence, [B, N, N+P] for left and right, in the caller's order.
