@@ -49,18 +49,21 @@ STREAMS = "batches shard_stream text shards prepare"
 STORAGE = "durability checkpoint checkpoint_choice checkpoint_optimizer metrics_file saving engine_choice training"
 MODULES = {
     "kernels/flash_inside/brackets.py": "brackets bracketed_training",
-    **{f"kernels/flash_inside/dense/{name}.py": "dense" for name in ("interface", "reference", "scaled")},
+    **{
+        f"kernels/flash_inside/dense/{name}.py": "dense per_sentence_rules"
+        for name in ("interface", "reference", "scaled", "tables")
+    },
     "kernels/flash_inside/forward.py": "forward hmm",
     "kernels/flash_inside/interface.py": "inside viterbi mbr sampling range brackets",
     "kernels/flash_inside/mbr.py": "mbr",
-    "kernels/flash_inside/packing.py": "inside viterbi mbr sampling",
+    "kernels/flash_inside/packing.py": "inside viterbi mbr sampling per_sentence_rules",
     "kernels/flash_inside/precision.py": "inside grammar range",
-    "kernels/flash_inside/recomputation.py": "inside range",
+    "kernels/flash_inside/recomputation.py": "inside range per_sentence_rules",
     "kernels/flash_inside/reference.py": "viterbi inside range",
     "kernels/flash_inside/rules.py": "inside viterbi sampling range",
     "kernels/flash_inside/sampling.py": "sampling",
-    "kernels/flash_inside/scaled.py": "inside mbr range",
-    "kernels/flash_inside/trees.py": "viterbi sampling",
+    "kernels/flash_inside/scaled.py": "inside mbr range per_sentence_rules",
+    "kernels/flash_inside/trees.py": "viterbi sampling per_sentence_rules",
     "lm_pcfg/corpus/batches.py": STREAMS,
     "lm_pcfg/corpus/lengths.py": STREAMS,
     "lm_pcfg/corpus/sentences.py": STREAMS,

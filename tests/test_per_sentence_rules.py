@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from flash_inside import Rules, Statistics, dense, recomputation, scaled
 from flash_inside.dense import PairRules
 from flash_inside.dense import scaled as dense_scaled
 from flash_inside.devices import chunks_of_sentences, sentence_memory
-from flash_inside.packing import Layout
+from flash_inside.packing import Layout, Padding
 from flash_inside.precision import TOLERANCE
 from grammars import enumerate_trees, random_emissions, random_rules, rules_that_lose_a_row, score_of
 from test_brackets import packed_limits, some_brackets
@@ -47,6 +48,22 @@ def test_runs_are_the_rows_of_a_width():
             assert met == list(range(block.start, block.stop))
     assert len(layout.runs(1)) == 4
     assert len(Layout([5] * 9).runs(3)) == 1
+
+
+def test_padded_rows_go_there_and_back():
+    layout = Layout([4, 7, 7, 2, 4, 1, 4])
+    for width in range(1, 8):
+        here = layout.span_rows(width)
+        sentence, _ = layout.spans(width)
+        for start in (here.start, here.start + 3, here.stop - 1):
+            runs = layout.runs(width, slice(start, here.stop))
+            if not runs:
+                continue
+            sentences, each, there, back = Padding.of(runs)
+            rows = np.arange(here.stop - start)
+            assert (rows[there][back] == rows).all()
+            numbers = np.repeat(np.arange(sentences.start, sentences.stop), each)
+            assert (sentence[start - here.start :][there] == numbers).all()
 
 
 def test_rows_by_sentence():
@@ -147,7 +164,7 @@ def test_what_leaves_the_range_is_recomputed_with_its_own_rules(precision, monke
     rules, emissions = of_all(each), random_emissions(sum(lengths), 6, spread=30.0, dtype=torch.float32)
     limits = packed_limits([some_brackets(length, seed) for seed, length in enumerate(lengths)], lengths)
     converted, upcast = [], recomputation.upcast
-    monkeypatch.setattr(recomputation, "upcast", lambda tensor: converted.append(tensor) or upcast(tensor))
+    monkeypatch.setattr(recomputation, "upcast", lambda *given: converted.append(upcast(*given)) or converted[-1])
     for own in (None, limits):
         converted.clear()
         statistics, weights = Statistics(), torch.ones(len(lengths))
@@ -168,6 +185,26 @@ def test_what_leaves_the_range_is_recomputed_with_its_own_rules(precision, monke
     true_tables = flash_inside.span_marginals(Rules(*wide[:3]), wide[3], lengths, "fp64", "reference")
     for table, spans in zip(tables, true_tables, strict=True):
         torch.testing.assert_close(table.double(), spans, rtol=0, atol=1e-5)
+
+
+def test_the_recomputed_sentence_has_a_gradient_of_the_type_asked_for():
+    """Of rules in bf16 in fp32: it does not pass through bf16."""
+    lengths, spreads = [7, 4, 6], [1.0, 60.0, 0.5]
+    each = [random_rules(4, 6, spread=spread, seed=b, dtype=torch.bfloat16) for b, spread in enumerate(spreads)]
+    emissions = random_emissions(sum(lengths), 6, dtype=torch.float32)
+    emissions[7:11] *= 30.0
+    inputs = [tensor.requires_grad_() for tensor in of_all(each)]
+    for tensor in inputs:
+        tensor.grad_dtype = torch.float32
+    statistics = Statistics()
+    flash_inside.inside(Rules(*inputs), emissions, lengths, "fp32", "torch", statistics).sum().backward()
+    assert statistics.recomputed == 1
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    flash_inside.inside(Rules(*wide), emissions.double(), lengths, "fp64").sum().backward()
+    for one, other in zip(inputs, wide, strict=True):
+        assert one.grad.dtype == torch.float32
+        counts, true_counts = (tensor.grad.double() * tensor.detach().double() for tensor in (one, other))
+        torch.testing.assert_close(counts, true_counts, rtol=0, atol=2e-6)
 
 
 def test_unchecked_names_the_sentences_that_are_not_trusted():

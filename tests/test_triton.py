@@ -45,7 +45,7 @@ if INTERPRETED:
 @pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
 @pytest.mark.parametrize("tests", ["not long", pytest.param("long", marks=pytest.mark.kernels)])
 def test_in_the_interpreter(tests):
-    others = ("test_triton_softmax.py", "test_triton_dropout.py")
+    others = ("test_triton_softmax.py", "test_triton_dropout.py", "test_triton_per_sentence.py")
     files = [__file__, *(str(Path(__file__).with_name(name)) for name in others)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-m", tests]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -166,21 +166,6 @@ def test_all_lengths_natively(n):
     for some in (lengths, *([length] for length in lengths)):
         compare(n, n + 2, some)
     compare(n, n + 2, lengths, precision="tf32", tolerance=(1e-4, 2e-3))
-
-
-@runs_kernels
-def test_one_grammar_per_sentence():
-    lengths = [4, 1, 2]
-    grammars = [random_rules(7, 5, seed=seed, dtype=torch.float32) for seed in range(3)]
-    rules = Rules(*(torch.stack(tensors).to(DEVICE) for tensors in zip(*grammars, strict=True)))
-    emissions = random_emissions(sum(lengths), 5, dtype=torch.float32).to(DEVICE)
-    weight = torch.tensor([1.0, -2.0, 0.5], device=DEVICE)
-    ours = gradients(rules, emissions, lengths, weight, "fp32", "triton")
-    wide = Rules(*(tensor.double() for tensor in rules))
-    truth = gradients(wide, emissions.double(), lengths, weight, "fp64", "reference")
-    torch.testing.assert_close(ours[0], truth[0], rtol=1e-6, atol=0)
-    for got, want in zip(ours[1], truth[1], strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
 
 
 @runs_kernels

@@ -41,6 +41,14 @@ def test_one_csv_and_one_plot(tmp_path, capsys):
     assert "12 x   4 x   3" in capsys.readouterr().out
 
 
+def test_one_grammar_per_sentence(capsys):
+    arguments = ["--grid", "8x5x3", "--methods", "torch-per-sentence", "--seconds", "0"]
+    assert inside.main([*arguments, "--device", "cpu", "--precision", "fp32"]) == 0
+    assert "torch-per-sentence" in capsys.readouterr().out
+    inputs = sizes.make_inputs(sizes.parse_grid("8x5x3")[0], "bf16", torch.device("cpu"), per_sentence=True)
+    assert [tuple(tensor.shape) for tensor in inputs] == [(3, 8), (3, 8, 24), (3, 8, 24), (15, 16)]
+
+
 def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
     for wrong in ((0.5, 0.0), (0.0, 0.5), (float("nan"), 0.0), (0.0, float("nan"))):  # log Z, gradients
         monkeypatch.setattr(inside, "errors_of", lambda *_, wrong=wrong: wrong)

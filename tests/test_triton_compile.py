@@ -106,25 +106,26 @@ def without_memory(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
 
-def launch_inside(n, p, precision, lengths, root_type=None, bracketed=False):
+def launch_inside(n, p, precision, lengths, root_type=None, bracketed=False, per_sentence=False):
     """Both passes, with and without one-word sentences."""
     from flash_inside.triton import backend
 
     limits = np.concatenate([span_limits([], length) for length in lengths]) if bracketed else None
 
-    rules_type = torch.bfloat16 if precision == "bf16" else torch.float32
+    rules_type, grammars = torch.bfloat16 if precision == "bf16" else torch.float32, (len(lengths),) * per_sentence
     for root_size, layout in ((n + p, Layout(lengths)), (n, None)):  # and with and without posteriors
-        root = without_memory(root_size, dtype=root_type or rules_type)
-        left, right = (without_memory(n, n + p, dtype=rules_type) for _ in range(2))
+        root = without_memory(*grammars, root_size, dtype=root_type or rules_type)
+        left, right = (without_memory(*grammars, n, n + p, dtype=rules_type) for _ in range(2))
         emissions = without_memory(sum(lengths), p)
         result = backend.inside(Rules(root, left, right), emissions, lengths, precision, layout, limits)
         torch.autograd.grad(result.log_z.sum(), (root, left, right, emissions))
 
 
-def launch_viterbi(n, p, lengths):
+def launch_viterbi(n, p, lengths, per_sentence=False):
     from flash_inside import trees
 
-    rules = Rules(without_memory(n + p), without_memory(n, n + p), without_memory(n, n + p))
+    grammars = (len(lengths),) * per_sentence
+    rules = Rules(*(without_memory(*grammars, *shape) for shape in ((n + p,), (n, n + p), (n, n + p))))
     with torch.no_grad():
         trees.BestTrees(rules, without_memory(sum(lengths), p), Layout(lengths), torch.float32, triton=True)
 
@@ -169,6 +170,10 @@ def launches():
         for n, precision in ((64, "fp32"), (1024, "bf16"), (4096, "bf16")):
             for lengths in ([8, 2], *LARGE_BATCHES):
                 launch_inside(n, 2 * n, precision, lengths, root_type=torch.float64, bracketed=True)
+        for n, p, precision in (*TRAINING_SIZES, (33, 41, "fp32"), (2001, 33, "bf16")):
+            for lengths in ([17] * 16, [20, 8, 20, 1]):
+                launch_inside(n, p, precision, lengths, root_type=torch.float32, per_sentence=True)
+            launch_viterbi(n, p, [3, 2, 3], per_sentence=True)
         for n, p, _ in TRAINING_SIZES[::2]:
             launch_softmaxes(n, p)
             for lengths in VITERBI_BATCHES:
@@ -218,15 +223,19 @@ def compiled(launch, capability):
 
 
 def one_of_each():
-    """Name of a kernel -> the first launch of it."""
+    """Name of a kernel, and whether it is for rules per sentence -> the first launch of it."""
     with noted() as seen:
         for n, precision, lengths in ((2048, "bf16", [8, 2]), (64, "fp32", [8, 2])):
             launch_inside(n, 2 * n, precision, lengths, root_type=torch.float64)
         launch_viterbi(64, 128, [8, 2])
+        launch_inside(2048, 4096, "bf16", [2, 8, 2], per_sentence=True)
+        launch_viterbi(64, 128, [2, 8, 2], per_sentence=True)
         launch_softmaxes(64, 128)
         launch_normalizers(99)
         launch_dropout(1, 0.3)
-    return {kernel.fn.__name__: (kernel, launch) for kernel, launch in reversed(seen)}
+    return {
+        (kernel.fn.__name__, dict(launch[1]).get("PER_SENTENCE")): (kernel, launch) for kernel, launch in reversed(seen)
+    }
 
 
 def test_every_kernel_compiles():
@@ -240,7 +249,7 @@ def test_every_kernel_compiles():
 @pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_specialisation_compiles(launches, capability):
-    assert {kernel.fn.__name__ for kernel, _ in launches} == one_of_each().keys()
+    assert {kernel.fn.__name__ for kernel, _ in launches} == {name for name, _ in one_of_each()}
     for launch in launches:
         binary = compiled(launch, capability)
         assert f"sm_{capability}" in binary.asm["ptx"]

@@ -45,6 +45,24 @@ def runs(counts: np.ndarray) -> list[Run]:
     ]
 
 
+class Padding(NamedTuple):
+    """Rows of some runs as one batch: each sentence has as many as the one with most, its first one repeated."""
+
+    sentences: slice
+    each: int
+    there: np.ndarray  # [sentences x each] which row it is
+    back: np.ndarray  # [rows] where it went
+
+    @classmethod
+    def of(cls, runs: list[Run]) -> Padding:
+        counts = np.concatenate([np.full(run.sentences.stop - run.sentences.start, run.each) for run in runs])
+        first, position = np.cumsum(counts) - counts, np.arange(counts.max())[None, :]
+        real = position < counts[:, None]  # [sentences, each]
+        there = first[:, None] + np.where(real, position, 0)
+        sentences = slice(runs[0].sentences.start, runs[-1].sentences.stop)
+        return cls(sentences, position.size, there.ravel(), np.flatnonzero(real))
+
+
 class Layout:
     """Numbers the rows of the packed chart of some sentences. All index arrays are int64."""
 

@@ -139,19 +139,24 @@ def finite(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.to(dtype)
 
 
-def upcast(tensor: Tensor) -> Tensor:
-    """Convert to fp64, with a backward that cannot overflow on the way back to a smaller type."""
-    return tensor if tensor.dtype == torch.float64 else _Upcast.apply(tensor)
+def upcast(tensor: Tensor, index: Tensor | None = None) -> Tensor:
+    """Convert to fp64, or these rows of it, with a backward that cannot overflow on the way back to a smaller type."""
+    if tensor.dtype == torch.float64:
+        return tensor if index is None else tensor[index]
+    return _Upcast.apply(tensor, index)
 
 
 class _Upcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.gradient_type = gradient_type(tensor)
-        return tensor.to(torch.float64)
+    def forward(ctx: Any, tensor: Tensor, index: Tensor | None) -> Tensor:
+        ctx.gradient_type, ctx.index, ctx.shape = gradient_type(tensor), index, tensor.shape
+        return (tensor if index is None else tensor[index]).to(torch.float64)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         limit = largest_gradient(ctx.gradient_type)
-        return gradient.clamp(-limit, limit).to(ctx.gradient_type)
+        gradient = gradient.clamp(-limit, limit).to(ctx.gradient_type)
+        if ctx.index is not None:
+            gradient = gradient.new_zeros(ctx.shape).index_copy_(0, ctx.index, gradient)
+        return gradient, None

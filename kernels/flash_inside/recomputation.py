@@ -62,13 +62,13 @@ def inside(
     for sentences in one_word_and_others(doubtful(trusted), lengths):
         words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
         their_limits = None if limits is None else taken(limits, lengths, sentences)
-        own = rules.of_sentences(sentences)
+        own = rules.index_of(sentences)  # only the rules of these sentences are converted
         if their_lengths[0] == 1:
-            again = reference.one_word_inside(own.root, words, rules.nonterminals)
+            again = reference.one_word_inside(upcast(rules.root, own), words, rules.nonterminals)
         elif precision == "fp64":
-            again = reference.inside(own, words, their_lengths, limits=their_limits)
+            again = reference.inside(rules.of_sentences(sentences), words, their_lengths, limits=their_limits)
         else:
-            wide_rules = Rules(*(upcast(tensor) for tensor in own))
+            wide_rules = Rules(*(upcast(tensor, own) for tensor in rules))
             again = inside(wide_rules, upcast(words), their_lengths, "fp64", "torch", statistics, their_limits)
         index = torch.tensor(sentences, device=log_z.device)
         log_z = log_z.index_put((index,), again.to(log_z.dtype))

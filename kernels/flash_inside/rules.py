@@ -40,12 +40,14 @@ class Rules(NamedTuple):
         """Return the grammar of one sentence: its own, or the common one."""
         return Rules(*(tensor[sentence] for tensor in self)) if self.per_sentence else self
 
+    def index_of(self, sentences: Sequence[int]) -> Tensor | None:
+        """Return where the grammars of these sentences are; None: all have one."""
+        return torch.tensor(sentences, device=self.left.device) if self.per_sentence else None
+
     def of_sentences(self, sentences: Sequence[int]) -> Rules:
-        """Return the grammars of some sentences: a copy of their own, or the common one."""
-        if not self.per_sentence:
-            return self
-        index = torch.tensor(sentences, device=self.left.device)
-        return Rules(*(tensor[index] for tensor in self))
+        """Return the grammars of these sentences: a copy of their own, or the common one."""
+        index = self.index_of(sentences)
+        return self if index is None else Rules(*(tensor[index] for tensor in self))
 
 
 class ResidentRules(Rules):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flash_inside
-from flash_inside.benchmarks.methods import Inside, function_of
+from flash_inside.benchmarks.methods import PER_SENTENCE, Inside, backend_of, function_of
 from flash_inside.benchmarks.sizes import Size, make_inputs
 from flash_inside.precision import TOLERANCE, largest_gradient
 from flash_inside.rules import Rules
@@ -52,7 +52,7 @@ def worse(one: float, other: float) -> float:
 
 def is_right(method: str, precision: str, error: float, gradient_error: float | None) -> bool:
     """Whether the errors of log Z and of the gradients (None: not known) are no more than is allowed."""
-    of_log_z = TOLERANCE[precision][0] if method in ("triton", "torch") else 10 * TOLERANCE["fp32"][0]
+    of_log_z = TOLERANCE[precision][0] if backend_of(method) else 10 * TOLERANCE["fp32"][0]
     of_gradients = TOLERANCE[precision][1]  # whatever a method computes in, the rules' gradients are of their type
     return error <= of_log_z and (gradient_error is None or gradient_error <= of_gradients)
 
@@ -60,7 +60,7 @@ def is_right(method: str, precision: str, error: float, gradient_error: float | 
 def errors_of(method: str, size: Size, precision: str, device: torch.device) -> tuple[float, float | None]:
     """Return the errors of log Z and of the gradients against fp64 on the same rounded tensors, for two sentences."""
     small = size._replace(sentences=min(2, size.sentences))
-    inputs = [tensor.detach() for tensor in make_inputs(small, precision, device)]
+    inputs = [tensor.detach() for tensor in make_inputs(small, precision, device, method in PER_SENTENCE)]
     function = function_of(method, precision, [])
     try:
         wide = [tensor.double() for tensor in inputs]

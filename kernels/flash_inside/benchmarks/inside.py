@@ -2,6 +2,7 @@
 
     python -m flash_inside.benchmarks.inside --csv inside.csv
     python -m flash_inside.benchmarks.inside --grid 512x20x16,8192xptbx16 --methods triton
+    python -m flash_inside.benchmarks.inside --grid 2048x40x16 --methods triton-per-sentence
     python -m flash_inside.benchmarks.inside --table1
 
 A size is nonterminals x words x sentences; there are twice as many preterminals. Words `ptb`: lengths drawn from those
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from flash_inside.benchmarks.accuracy import errors_of, is_right
 from flash_inside.benchmarks.arguments import check_files, default_grid, find_device, not_negative
-from flash_inside.benchmarks.methods import METHODS, function_of
+from flash_inside.benchmarks.methods import METHODS, PER_SENTENCE, backend_of, function_of
 from flash_inside.benchmarks.results import Results, Row, machine, milliseconds, out_of_memory, percentiles, read_rows
 from flash_inside.benchmarks.sizes import Size, make_inputs, parse_grid
 from flash_inside.precision import FAST_PRECISIONS
@@ -87,7 +88,12 @@ def _parse(argv: list[str] | None, can_draw: bool) -> argparse.Namespace:
         "--grid", type=parse_grid, help=f"sizes NxWORDSxSENTENCES (default {GRID}; without a GPU {GRID_WITHOUT_GPU})"
     )
     parser.add_argument("--table1", action="store_true", help=f"the paper's table 1 (default grid {TABLE1_GRID})")
-    parser.add_argument("--methods", type=_methods, default=list(METHODS), help=f"default {','.join(METHODS)}")
+    parser.add_argument(
+        "--methods",
+        type=_methods,
+        default=list(METHODS),
+        help=f"default {','.join(METHODS)}; also {','.join(PER_SENTENCE)}, with one grammar per sentence",
+    )
     parser.add_argument("--precision", choices=FAST_PRECISIONS, default="bf16", help="of triton and torch")
     parser.add_argument("--seconds", type=not_negative, default=1.0, help="time to spend on each measurement")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
@@ -121,15 +127,16 @@ def _rows(table: str) -> list[Row]:
 
 def _methods(text: str) -> list[str]:
     methods = text.split(",")
-    unknown = set(methods) - set(METHODS)
+    known = (*METHODS, *PER_SENTENCE)
+    unknown = set(methods) - set(known)
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown method {', '.join(sorted(unknown))}: use {', '.join(METHODS)}")
+        raise argparse.ArgumentTypeError(f"unknown method {', '.join(sorted(unknown))}: use {', '.join(known)}")
     return methods
 
 
 def _measure(method: str, size: Size, precision: str, device: torch.device, seconds: float, ceiling: float) -> Row:
     row: Row = dict.fromkeys(FIELDS, "")
-    row |= {"method": method, "precision": precision if method in ("triton", "torch") else "fp32"}
+    row |= {"method": method, "precision": precision if backend_of(method) else "fp32"}
     row |= size._asdict() | machine(device) | {"ceiling_tflops": round(ceiling, 1)}
     try:
         error, gradient_error = errors_of(method, size, precision, device)
@@ -157,7 +164,7 @@ def _times(
     method: str, size: Size, precision: str, device: torch.device, seconds: float
 ) -> tuple[list[float], dict[str, int]]:
     """Return milliseconds of single passes, and on a GPU the peaks of memory in bytes, by column."""
-    inputs, lengths = make_inputs(size, precision, device), size.lengths
+    inputs, lengths = make_inputs(size, precision, device, method in PER_SENTENCE), size.lengths
     verdicts: list[Tensor] = []
     function = function_of(method, precision, verdicts)
 
@@ -214,7 +221,7 @@ def _peak_in_training(inputs: list[Tensor], lengths: list[int], precision: str) 
 
 def _free_graphs(method: str) -> None:
     """Free the memory of graphs, so that the next pass takes it again and it is counted."""
-    if method == "triton":
+    if backend_of(method) == "triton":
         from flash_inside.triton import graphs
 
         graphs.clear()
@@ -229,7 +236,7 @@ def _ceiling(device: torch.device) -> float:
 
 
 def _line(row: Row) -> str:
-    size = f"{row['nonterminals']:>6} x {row['words']:>3} x {row['sentences']:>3}  {row['method']:<15}"
+    size = f"{row['nonterminals']:>6} x {row['words']:>3} x {row['sentences']:>3}  {row['method']:<19}"
     if row["note"]:
         return f"{size} {row['note']}"
     share, error = 100 * float(row["share_of_ceiling"]), float(row["error"])

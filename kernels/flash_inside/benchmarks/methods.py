@@ -19,8 +19,16 @@ import flash_inside
 from flash_inside.rules import Rules
 
 METHODS = ("triton", "torch", "log-einsum-exp", "log-sum-exp")
+#: The backends with one grammar per sentence; only measured if asked for.
+PER_SENTENCE = ("triton-per-sentence", "torch-per-sentence")
 
 Inside = Callable[[Rules, Tensor, list[int]], Tensor]
+
+
+def backend_of(method: str) -> str | None:
+    """Return the backend that a method is; None: it is none."""
+    backend = method.removesuffix("-per-sentence")
+    return backend if backend in ("triton", "torch") else None
 
 
 def function_of(method: str, precision: str, verdicts: list[Tensor]) -> Inside:
@@ -30,8 +38,10 @@ def function_of(method: str, precision: str, verdicts: list[Tensor]) -> Inside:
     if method == "log-sum-exp":
         return log_sum_exp
 
+    backend = backend_of(method) or method
+
     def inside(rules: Rules, emissions: Tensor, lengths: list[int]) -> Tensor:
-        log_z, trusted = flash_inside.inside_unchecked(rules, emissions, lengths, precision, method)
+        log_z, trusted = flash_inside.inside_unchecked(rules, emissions, lengths, precision, backend)
         verdicts[:] = [trusted]
         return log_z
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from typing import NamedTuple
 
@@ -61,20 +62,26 @@ def parse_grid(text: str) -> list[Size]:
     return sizes
 
 
-def make_inputs(size: Size, precision: str, device: torch.device) -> list[Tensor]:
-    """Return root, left, right, emissions of a random grammar; the rules in the type the precision works in."""
+def make_inputs(size: Size, precision: str, device: torch.device, per_sentence: bool = False) -> list[Tensor]:
+    """Return root, left, right, emissions of a random grammar; the rules in the type the precision works in.
+
+    per_sentence: of as many grammars as there are sentences
+    """
     generator = torch.Generator(device).manual_seed(1)
     n, rules_type = size.nonterminals, torch.bfloat16 if precision == "bf16" else torch.float32
     chart = size.spans * 3 * n * rules_type.itemsize  # beta, eta and zeta: there is more
-    check_memory(2 * 3 * n * n * rules_type.itemsize + sum(size.lengths) * 2 * n * 4 + chart, device)
+    grammars = (size.sentences,) if per_sentence else ()
+    check_memory(
+        math.prod(grammars) * 2 * 3 * n * n * rules_type.itemsize + sum(size.lengths) * 2 * n * 4 + chart, device
+    )
 
     def softmax(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, generator=generator).softmax(-1)
 
     root, left, right = (
-        softmax(n if size.words != "ptb" else 3 * n),
-        softmax(n, 3 * n).to(rules_type),
-        softmax(n, 3 * n).to(rules_type),
+        softmax(*grammars, n if size.words != "ptb" else 3 * n),
+        softmax(*grammars, n, 3 * n).to(rules_type),
+        softmax(*grammars, n, 3 * n).to(rules_type),
     )
     emissions = torch.randn(sum(size.lengths), 2 * n, device=device, generator=generator) - 8
     return [tensor.requires_grad_() for tensor in (root, left, right, emissions)]

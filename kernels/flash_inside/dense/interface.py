@@ -137,13 +137,14 @@ def _checked(
     for sentences in one_word_and_others(doubtful(trusted), lengths):
         words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
         their_limits = None if limits is None else taken(limits, lengths, sentences)
-        own = rules.of_sentences(sentences)
+        own = rules.index_of(sentences)  # only the rules of these sentences are converted
         if their_lengths[0] == 1:
-            again = one_word_inside(own.root, words, rules.nonterminals)
+            again = one_word_inside(upcast(rules.root, own), words, rules.nonterminals)
         elif precision == "fp64":
-            again = reference.inside(own, words, their_lengths, limits=their_limits)
+            again = reference.inside(rules.of_sentences(sentences), words, their_lengths, limits=their_limits)
         else:
-            again = _checked(upcast_rules(own), upcast(words), their_lengths, "fp64", statistics, their_limits)
+            wide_rules = PairRules(*(upcast(tensor, own) for tensor in rules))
+            again = _checked(wide_rules, upcast(words), their_lengths, "fp64", statistics, their_limits)
         log_z = log_z.index_put((torch.tensor(sentences, device=log_z.device),), again.to(log_z.dtype))
     return log_z
 

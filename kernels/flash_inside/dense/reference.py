@@ -50,12 +50,14 @@ class PairRules(NamedTuple):
         """Return the grammar of one sentence: its own, or the common one."""
         return PairRules(*(tensor[sentence] for tensor in self)) if self.per_sentence else self
 
+    def index_of(self, sentences: Sequence[int]) -> Tensor | None:
+        """Return where the grammars of these sentences are; None: all have one."""
+        return torch.tensor(sentences, device=self.pairs.device) if self.per_sentence else None
+
     def of_sentences(self, sentences: Sequence[int]) -> PairRules:
-        """Return the grammars of some sentences: their own, or the common one."""
-        if not self.per_sentence:
-            return self
-        index = torch.tensor(sentences, device=self.pairs.device)
-        return PairRules(*(tensor[index] for tensor in self))
+        """Return the grammars of these sentences: a copy of their own, or the common one."""
+        index = self.index_of(sentences)
+        return self if index is None else PairRules(*(tensor[index] for tensor in self))
 
 
 def columns_of(kind: str, n: int) -> tuple[slice, slice]:

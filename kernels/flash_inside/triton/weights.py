@@ -3,20 +3,25 @@
 No copy is made of rules in the storage type of the chart, and the gradients are written where they belong. With one
 grammar the rows of all sentences are one product. With one a sentence, the rows of sentences of one length are a view
 [sentences, rows, symbols] (packing.py), and a batched product with the rules of these sentences reads those once: one
-product a width where all sentences have one length, one for each length where they do not, and nothing is padded.
+product a width where all sentences have one length, and one for each of a few lengths. Where there are more lengths,
+the rows of a width are gathered into one padded batch: they are few next to the rules, which are then read at once.
 
 Such rules must lie in the order of the layout. If sentences do not come sorted by length, they are copied for it.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_inside.devices import copy_to_device
-from flash_inside.packing import Layout, Run
+from flash_inside.packing import Layout, Padding, Run
+
+#: Sentences of more lengths than these are one padded batch.
+MOST_LENGTHS = 2
 
 
 class Weights:
@@ -70,6 +75,36 @@ class Weights:
             _sum_of_products(d_children[:words, columns], leaves, gradient[:, n:])
 
 
+class _Plan(NamedTuple):
+    """How the rows of a width are multiplied with the rules of their sentences."""
+
+    runs: list[Run]
+    padding: Padding | None  # None: run by run
+    there: Tensor  # of the padding, on the device
+    back: Tensor
+
+    @classmethod
+    def of(cls, runs: list[Run], device: torch.device) -> _Plan:
+        if len(runs) <= MOST_LENGTHS:
+            return cls(runs, None, *(torch.empty(0, dtype=torch.int64) for _ in range(2)))
+        padding = Padding.of(runs)
+        return cls(runs, padding, copy_to_device(padding.there, device), copy_to_device(padding.back, device))
+
+    def batches(self, rows: Tensor, out: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield sentences, their rows [sentences, each, K], and where to write [sentences, each, A].
+
+        What was written for padded rows is brought to `out` afterwards.
+        """
+        if self.padding is None:
+            for run in self.runs:
+                yield run.sentences, run.of(rows), run.of(out)
+            return
+        batch = rows.index_select(0, self.there).unflatten(0, (-1, self.padding.each))
+        result = out.new_empty(*batch.shape[:2], out.shape[1])
+        yield self.padding.sentences, batch, result
+        torch.index_select(result.flatten(0, 1), 0, self.back, out=out)
+
+
 class SentenceWeights:
     """left and right [B, N, N+P] in the storage type; as one [B, 2N, N+P] if each right follows its left.
 
@@ -87,39 +122,43 @@ class SentenceWeights:
         elif left.dtype == storage and right.dtype == storage and _each_follows(left, right):
             self.joint = left.as_strided((left.shape[0], 2 * self.n, left.shape[2]), left.stride())
         self.left, self.right = left.to(storage), right.to(storage)
-        self.runs = cache(layout.runs)
+        self.plans: dict[tuple[int, int], _Plan] = {}
 
     def to_children(self, rows: Tensor, out: Tensor, columns: slice, width: int) -> None:
         """Do as `Weights` does, with the rules of each sentence: [R, K] -> [R, 2N] of a width."""
-        for run in self.runs(width):
-            self._to_children(run, rows, out, columns)
+        self._to_children(self.plan(width, len(rows)), rows, out, columns)
 
     def with_residuals(
         self, rows: Tensor, residuals: Tensor, factors: Tensor, out: Tensor, columns: slice, width: int
     ) -> None:
         """Do as `Weights` does; `factors` are not needed."""
-        count, last = rows.shape[0], self.layout.span_rows(width).stop
-        self.to_children(rows, out[:count], columns, width)
-        for run in self.layout.runs(width, slice(last - residuals.shape[0], last)):
-            self._to_children(run, residuals, out[count : count + residuals.shape[0]], columns)
+        last = out[len(rows) : len(rows) + len(residuals)]
+        self._to_children(self.plan(width, len(rows)), rows, out[: len(rows)], columns)
+        self._to_children(self.plan(width, len(residuals)), residuals, last, columns)
 
-    def _to_children(self, run: Run, rows: Tensor, out: Tensor, columns: slice) -> None:
-        rows, out = run.of(rows), run.of(out)
-        if self.joint is not None:
-            write_product(rows, self.joint[run.sentences, :, columns].mT, out)
-        else:
-            write_product(rows, self.left[run.sentences, :, columns].mT, out[..., : self.n])
-            write_product(rows, self.right[run.sentences, :, columns].mT, out[..., self.n :])
+    def _to_children(self, plan: _Plan, rows: Tensor, out: Tensor, columns: slice) -> None:
+        for sentences, batch, target in plan.batches(rows, out):
+            if self.joint is not None:
+                write_product(batch, self.joint[sentences, :, columns].mT, target)
+            else:
+                write_product(batch, self.left[sentences, :, columns].mT, target[..., : self.n])
+                write_product(batch, self.right[sentences, :, columns].mT, target[..., self.n :])
 
     def from_children(self, d_children: Tensor, out: Tensor, columns: slice, width: int) -> None:
         """D by the rows of a width = D_eta left + D_zeta right, each of its sentence: [R, 2N] -> [R, K]."""
-        for run in self.runs(width):
-            d_rows, target = run.of(d_children), run.of(out)
+        for sentences, batch, target in self.plan(width, len(out)).batches(d_children, out):
             if self.joint is not None:
-                torch.bmm(d_rows, self.joint[run.sentences, :, columns], out=target)
+                torch.bmm(batch, self.joint[sentences, :, columns], out=target)
             else:
-                torch.bmm(d_rows[..., : self.n], self.left[run.sentences, :, columns], out=target)
-                target.baddbmm_(d_rows[..., self.n :], self.right[run.sentences, :, columns])
+                torch.bmm(batch[..., : self.n], self.left[sentences, :, columns], out=target)
+                target.baddbmm_(batch[..., self.n :], self.right[sentences, :, columns])
+
+    def plan(self, width: int, last: int) -> _Plan:
+        """Plan products of the last so many rows of a width; both passes over the widths use the same."""
+        if (width, last) not in self.plans:
+            stop = self.layout.span_rows(width).stop
+            self.plans[width, last] = _Plan.of(self.layout.runs(width, slice(stop - last, stop)), self.left.device)
+        return self.plans[width, last]
 
     def write_counts(self, d_children: Tensor, leaves: Tensor, beta: Tensor, out: tuple[Tensor, Tensor]) -> None:
         """out = D^T rows of every sentence, [B, N, N+P] for left and right, in the caller's order.
@@ -135,7 +174,7 @@ class SentenceWeights:
         rows = copy_to_device(order, beta.device)
         d_spans, spans = d_children.index_select(0, rows), beta.index_select(0, rows - words)
         spans_of = {run.sentences.start: run for run in runs}
-        for run in self.runs(1):  # all sentences of one length
+        for run in self.layout.runs(1):  # all sentences of one length
             for side, gradient in enumerate(out):
                 columns = slice(side * n, (side + 1) * n)
                 target = gradient[run.sentences] if self.order is None else torch.empty_like(gradient[run.sentences])
@@ -145,7 +184,7 @@ class SentenceWeights:
                 else:
                     write_product(of_spans.of(d_spans)[..., columns].mT, of_spans.of(spans), target[..., :n])
                 if self.order is not None:
-                    gradient.index_copy_(0, self.order[run.sentences], target)
+                    gradient[self.order[run.sentences]] = target
 
 
 AnyWeights = Weights | SentenceWeights
