@@ -408,6 +408,22 @@ def test_through_the_commands(family, tmp_path):
     assert "use normal(symbols, words)" in refusal(tmp_path, "train", "--config", config, "model.init=contexts(1, 1)")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_explicit_ends_brackets_and_gold_trees(family, tmp_path):
+    config = str(config_of(family, tmp_path))
+    (tmp_path / "gold.mrg").write_text("(S (NP (DT the) (NN cat)) (VP (VBZ sees) (NP (DT a) (NN dog))))\n")
+    ran(tmp_path, "train", "--config", config, "name=ends", "model.eos=explicit", "training.max_steps=2",
+        f"evaluation.trees={tmp_path / 'gold.mrg'}")  # fmt: skip
+    assert any("valid/s_f1" in line for line in read_metrics(tmp_path / "runs/ends/metrics.jsonl"))
+    tree = ran(tmp_path, "parse", "-", "--checkpoint", "runs/ends", text=b"the cat sees a dog\n")
+    assert tree.count("(T ") == 5
+    ran(tmp_path, "train", "--config", config, "name=free")
+    ran(tmp_path, "train", "--config", config, "name=right", "data.brackets=right-branching")
+    losses = zip(*(losses_of(tmp_path / "runs" / name) for name in ("free", "right")), strict=True)
+    free, right = next(both for both in losses if both[0] != both[1])  # a batch of one or two words has one tree
+    assert right > free  # fewer trees count
+
+
 def test_samples_are_refused_where_probabilities_are_exact(tmp_path):
     config = write_config(tmp_path, training={"max_steps": 1})
     assert lm_pcfg("train", "--config", str(config), cwd=tmp_path).returncode == 0

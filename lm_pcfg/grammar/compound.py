@@ -378,6 +378,6 @@ class _Entered(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        log_p, leaves = ctx.inner
+        (log_p, leaves), ctx.inner = ctx.inner, None  # its charts are needed once
         torch.autograd.backward(log_p, gradient)
         return None, None, *(leaf.grad for leaf in leaves)

@@ -1,7 +1,7 @@
 """Softmaxes of products of two tables, where the matrix of logits is too large to keep.
 
 log_normalizers       [P] of states over words: the P x V matrix is made block by block, and again in the backward
-child_probabilities   [N, N+P] twice: logits block by block, probabilities written once in the type of the rules
+child_probabilities   [N, N+P] twice (or of each sentence): logits block by block, probabilities once in the rules' type
 """
 
 from flash_inside.precision import product_precision
