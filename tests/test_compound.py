@@ -448,19 +448,6 @@ def test_zero_3_is_refused(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_processes_are_one_with_twice_the_batches(family, tmp_path):
-    train = ["-m", "lm_pcfg", "train", "--config", str(config_of(family, tmp_path, batch={"sentences": 4}))]
-    processes.run_ranks(2, [*train, "name=two"])
-    processes.run_ranks(1, [*train, "name=one", "batch.accumulate=2"])
-    np.testing.assert_allclose(*(losses_of(tmp_path / "runs" / name) for name in ("one", "two")), rtol=1e-5)
-    one, two = (checkpoint.load(checkpoint.latest(tmp_path / "runs" / name), with_optimizer=False)
-                for name in ("one", "two"))  # fmt: skip
-    for key, tensor in one.model.items():
-        torch.testing.assert_close(tensor, two.model[key], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.long
 def test_zero_1_and_2_make_the_steps_of_plain_training(tmp_path):
     model = {"family": "sc_pcfg", "latent": 3, "encoder": 4, "dimension": 7}
     write_config(tmp_path, optimizer={"clip": 0.5}, inside={"precision": "fp64"}, model=model)

@@ -13,7 +13,6 @@ import torch
 from torch.func import functional_call
 
 import flash_inside
-import processes
 from command_line import lm_pcfg
 from flash_inside import Rules, Statistics, dense
 from flash_inside.dense import PairRules, scaled
@@ -376,15 +375,3 @@ def test_through_the_commands(eos, tmp_path):
         assert "use normal(symbols, words)" in refusal(
             tmp_path, "train", "--config", "n.yaml", "model.init=contexts(1, 1)"
         )
-
-
-@pytest.mark.long
-def test_two_processes_are_one_with_twice_the_batches(tmp_path):
-    config = write_config(tmp_path, "n", model={"family": "n_pcfg"}, batch={"sentences": 4}, training={"max_steps": 6})
-    train = ["-m", "lm_pcfg", "train", "--config", str(config)]
-    processes.run_ranks(2, [*train, "name=two"])
-    processes.run_ranks(1, [*train, "name=one", "batch.accumulate=2"])
-    one, two = (checkpoint.load(checkpoint.latest(tmp_path / "runs" / name), with_optimizer=False)
-                for name in ("one", "two"))  # fmt: skip
-    for key, tensor in one.model.items():
-        torch.testing.assert_close(tensor, two.model[key])

@@ -16,7 +16,6 @@ import pytest
 import torch
 import yaml
 
-import processes
 from command_line import lm_pcfg
 from lm_pcfg import load
 from lm_pcfg.errors import UserError
@@ -274,16 +273,3 @@ def test_implicit_ends_and_triton_are_refused_in_one_line(tmp_path):
         tiny_model("nhmm")(EXACT).log_likelihood(torch.tensor([END]), [1], backend="triton")
     settings = load_settings(Path(config), [])
     assert settings_class("nhmm").model_validate(settings.model_dump()) == settings
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
-def test_two_processes_are_one_with_twice_the_batches(name, tmp_path):
-    config = str(config_of(name, tmp_path, batch={"sentences": 4}))
-    train = ["-m", "lm_pcfg", "train", "--config", config]
-    processes.run_ranks(2, [*train, "name=two"])
-    processes.run_ranks(1, [*train, "name=one", "batch.accumulate=2"])
-    one, two = (checkpoint.load(checkpoint.latest(tmp_path / "runs" / name), with_optimizer=False)
-                for name in ("one", "two"))  # fmt: skip
-    for key, tensor in one.model.items():
-        torch.testing.assert_close(tensor, two.model[key])

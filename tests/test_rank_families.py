@@ -20,7 +20,6 @@ from lm_pcfg.grammar.computation import Computation, backward_through
 from lm_pcfg.grammar.dropout import Dropout, draw_kept
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import read_metrics
-from processes import TRAIN, run_ranks
 from texts import write_config
 
 FAMILIES = ["rank_pcfg", "tn_pcfg"]
@@ -308,16 +307,3 @@ def test_every_command_takes_it(folder, family):
     symbols = ran(folder, "info", "--checkpoint", run, "--grammar")
     assert "N4" in symbols  # the fifth rank symbol; there are four nonterminals
     assert "P5" in symbols
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_processes_have_the_losses_of_one(tmp_path, family):
-    model = {"family": family, "rank": 5, "state_dropout": 0.2}
-    config = write_config(tmp_path, family, model=model, training={"max_steps": 10, "log_every": 1}, seed=2,
-                          batch={"sentences": 4}, inside={"precision": "fp64"})  # fmt: skip
-    run_ranks(2, [TRAIN, "--config", str(config), "name=two"])
-    run_ranks(1, [TRAIN, "--config", str(config), "name=one", "batch.accumulate=2"])
-    one, two = (logged(tmp_path / "runs" / name, "train/loss") for name in ("one", "two"))
-    assert len(one) == 10
-    assert one == pytest.approx(two, rel=1e-6)
