@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -20,7 +21,7 @@ from command_line import lm_pcfg as command
 from flash_inside import Rules
 from hostile_json import ANYTHING, nearly
 from lm_pcfg.cli import app
-from lm_pcfg.corpus.pieces import train_pieces
+from lm_pcfg.corpus.pieces import PieceVocabulary, train_pieces
 from lm_pcfg.corpus.suites.files import Pair, Spelling, read_suite
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.emission import Emission
@@ -61,6 +62,9 @@ SUITE = {
         suite_item(2, "A bird", "near the house sleeps", "house near sleeps the", "and runs."),
         suite_item(3, "The old dog", "likes", "tree", "the zebra."),
         suite_item(4, "The dog", "zebra", "zebu", "."),  # the same to the model: the first formula fails
+        suite_item(5, "The cat", "the sees", "sees the", "dog."),
+        suite_item(6, "A bird", "house near sleeps the", "near the house sleeps", "and runs."),
+        suite_item(7, "The old dog", "tree", "likes", "the house."),
     ],
 }
 
@@ -140,7 +144,7 @@ def test_accuracies_are_those_of_an_independent_script(runs, tmp_path, names):
     model.precision = "fp64"
     found = {row["phenomenon"]: row["accuracy"] for row in report["phenomena"]}
     assert found == independent_accuracies(model, tmp_path)
-    assert report["items"] == sum(row["items"] for row in report["phenomena"]) == 14
+    assert report["items"] == sum(row["items"] for row in report["phenomena"]) == 17
     assert report["unscored"] == 0
 
 
@@ -163,17 +167,17 @@ def test_a_table_for_people(runs, tmp_path):
     lines = result.stdout.decode().splitlines()
     assert lines[0].split() == ["phenomenon", "accuracy", "items", "known", "words", "items"]
     assert [line.split()[0] for line in lines[1:5]] == ["agreement", "islands", "order", "all"]
-    assert lines[4].split()[2] == "14"
+    assert lines[4].split()[2] == "17"
     assert FORMULAS[0] in "\n".join(lines)
-    assert lines[-1] == "14 items, 2 ties (one half each), 0 more could not be scored"
+    assert lines[-1] == "17 items, 2 ties (one half each), 0 more could not be scored"
     assert "try --lowercase" in result.stderr.decode()
 
 
 def test_predictions_have_accuracies_of_their_own(runs, tmp_path):
     report = suite_report(runs, write_suites(tmp_path)[2:], "--punctuation", "drop")
     assert [row["formula"] for row in report["predictions"]] == FORMULAS
-    assert all(row["items"] == 4 for row in report["predictions"])
-    assert report["accuracy"] <= min(row["accuracy"] for row in report["predictions"]) <= 75.0
+    assert all(row["items"] == 7 for row in report["predictions"])
+    assert 0.0 < report["accuracy"] <= min(row["accuracy"] for row in report["predictions"]) < 100.0
 
 
 def test_metrics(runs, tmp_path):
@@ -227,17 +231,22 @@ def test_sentences_without_a_score_are_counted_and_told(runs, monkeypatch):
     assert "at most 3 words" in told
     with pytest.raises(UserError, match="no item could be scored \\(1 were not\\)"):
         judged(model, ("", ""))
+    monkeypatch.setattr(model, "score", lambda lines, on_lines: np.array([-1.0, math.nan, -2.0]))
+    report, told = judged(model, ("the cat", "a dog"), ("the cat", "the dog"))
+    assert (report["accuracy"], report["unscored"]) == (100.0, 1)
+    assert "here, line 1: not scored: its probability is no number" in told
 
 
 def test_words_that_pieces_do_not_tell_apart(runs, tmp_path, monkeypatch):
     model = lm_pcfg.load(runs / "pieces")
-    monkeypatch.setattr(type(model.vocabulary), "word_boundaries", lambda self, ids, words: None if words == 5 else [
-        *(place for place, piece in enumerate(self._processor.id_to_piece(list(ids))) if piece[0] == "\u2581"), len(ids)
-    ])  # fmt: skip
+    boundaries = PieceVocabulary.word_boundaries
+    monkeypatch.setattr(
+        PieceVocabulary, "word_boundaries", lambda *arguments: None if arguments[2] == 5 else boundaries(*arguments)
+    )
     files = write_suites(tmp_path)[2:]
     told: list[str] = []
     report = evaluate_suites(model, read_suites(files, lowercase=True, keep_punctuation=False), warn=told.append)
-    assert report["unscored"] == 1
+    assert report["unscored"] == 2
     assert any("item 1: not scored: words that the model's pieces do not tell apart" in line for line in told)
 
 

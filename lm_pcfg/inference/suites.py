@@ -25,7 +25,8 @@ _WHY = {
     "long": "a sentence that does not fit into memory",
     "short": "a sentence so short that the model gives it no probability",
     "words": "words that the model's pieces do not tell apart",
-    "undefined": "what follows a word of probability 0 has no surprisal",
+    "no number": "its probability is no number",
+    "undefined": "a prediction compares what is no number, as the surprisals after a word of probability 0 are",
 }
 
 
@@ -203,7 +204,7 @@ def _judged(item: Item, sentences: _Sentences) -> tuple[int | str, list[bool]]:
     if isinstance(item, Pair):
         good, bad = sentences.score(item.good), sentences.score(item.bad)
         if math.isnan(good) or math.isnan(bad):
-            return "blank", []
+            return "no number", []
         return (RIGHT if good > bad else TIE if good == bad else WRONG), []
     values: dict[Region, float] = {}
     for condition in item.suite.conditions:

@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -83,7 +84,7 @@ class Pair:
         return [self.good, self.bad]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Suite:
     """A suite of SyntaxGym, without its items."""
 
@@ -91,7 +92,7 @@ class Suite:
     metric: str
     formulas: tuple[Formula, ...]
 
-    @property
+    @cached_property
     def conditions(self) -> list[str]:
         """Those that a formula names; others are not computed."""
         return list(dict.fromkeys(region.condition for formula in self.formulas for region in formula.regions))

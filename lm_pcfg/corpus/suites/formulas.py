@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-3  # how close numbers are that "=" takes for equal
@@ -61,7 +62,7 @@ class Formula:
     text: str
     steps: tuple[Step, ...]  # in postfix order
 
-    @property
+    @cached_property
     def regions(self) -> list[Region]:
         return list(dict.fromkeys(step for step in self.steps if isinstance(step, Region)))
 
