@@ -17,21 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lm_pcfg.commands import (
-    bench,
-    evaluate,
-    info,
-    next_word,
-    parse,
-    prepare,
-    report,
-    sample,
-    score,
-    search,
-    surprisal,
-    train,
-    verify,
-)
+from lm_pcfg.commands import bench, info, prepare, report, search, train, verify
+from lm_pcfg.commands.text import evaluate, next_word, parse, sample, score, suite, surprisal
 from lm_pcfg.console import say
 from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
 
@@ -44,6 +31,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "sample": sample.sample,
     "surprisal": surprisal.surprisal,
     "next": next_word.next_word,
+    "suite": suite.suite,
     "info": info.info,
     "verify": verify.verify,
     "report": report.report,

@@ -19,7 +19,7 @@ import typer
 from command_line import lm_pcfg
 from lm_pcfg import cli
 from lm_pcfg.commands.info import info
-from lm_pcfg.commands.score import score as score_command
+from lm_pcfg.commands.text.score import score as score_command
 from lm_pcfg.commands.train import train
 from texts import WORDS, write_config, write_text
 

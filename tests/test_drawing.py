@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_pcfg.corpus.treebank import Tree
-from lm_pcfg.inference.drawing import SVG, as_json, as_spans, as_svg, as_text, html_page, shown, width_of
+from lm_pcfg.inference.drawing.trees import SVG, as_json, as_spans, as_svg, as_text, html_page, shown, width_of
 
 CAT = Tree(
     ("the", "cat", "sees", "me"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import processes
 from lm_pcfg.commands.info import info
-from lm_pcfg.commands.score import score
+from lm_pcfg.commands.text.score import score
 from lm_pcfg.commands.train import train
 from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.errors import UserError

@@ -19,7 +19,7 @@ from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions
 from lm_pcfg.grammar.analysis import expected_uses
 from lm_pcfg.grammar.families.tables import TablePCFG
 from lm_pcfg.grammar.grammar import Grammar
-from lm_pcfg.inference.symbol_tables import symbol_tables, symbols_page
+from lm_pcfg.inference.drawing.symbol_tables import symbol_tables, symbols_page
 from lm_pcfg.inference.symbols import symbols, uses_in_text
 from texts import write_config
 

@@ -250,7 +250,7 @@ def two_words_log_p(trained, sample):
 
 
 def test_every_block_of_lines_has_draws_of_its_own(folder, monkeypatch):
-    monkeypatch.setattr("lm_pcfg.commands.sample.TREES_AT_A_TIME", 20)  # two blocks of ten lines
+    monkeypatch.setattr("lm_pcfg.commands.text.sample.TREES_AT_A_TIME", 20)  # two blocks of ten lines
     (folder / "same").write_text("the old cat near the house sleeps\n" * 20)
     drawn = ["sample", "--posterior", "same", "-n", "2", "--checkpoint", "runs/small"]
     lines = ran(folder, *drawn).splitlines()

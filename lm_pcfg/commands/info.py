@@ -55,8 +55,8 @@ def info(
     if not wants_symbols:
         show(describe(trained), as_json)
         return
+    from lm_pcfg.inference.drawing.symbol_tables import symbol_tables, symbols_page
     from lm_pcfg.inference.lines import count_lines
-    from lm_pcfg.inference.symbol_tables import symbol_tables, symbols_page
     from lm_pcfg.inference.symbols import load_text, symbols_of
 
     with progress("lines read", count_lines(text) if text else None, show=text is not None) as bar:

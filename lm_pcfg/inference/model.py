@@ -24,7 +24,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import tell_long
 from lm_pcfg.grammar.parsing import NO_TREE, Parser, as_array, mbr_trees, mean_posteriors
 from lm_pcfg.inference.lines import OnLines, longest_line, unit_of
-from lm_pcfg.inference.next_word import NextWords, Surprisal, complete, next_log_probabilities, surprisals
+from lm_pcfg.inference.next_word import GrowingSentence, NextWords, Surprisal, complete, surprisals
 from lm_pcfg.inference.sample import Drawn, Sample, ScoredTree, draw_samples, posterior_trees, text_of
 from lm_pcfg.inference.score import BATCH_COST, check_mixture, mixture_log_probabilities
 from lm_pcfg.inference.symbols import SymbolTable, symbols_of
@@ -118,7 +118,7 @@ class Model:
         With a vocabulary of pieces, what comes next is a piece. Without words in the prefix they sum to the mass of
         finite sentences, which is 1 unless the grammar loses mass.
         """
-        return next_log_probabilities(self.next_words(), self._ids(prefix))
+        return GrowingSentence(self.next_words(), self._ids(prefix)).log_probabilities()
 
     def next_word(self, prefix: str, most: int = 10) -> list[tuple[str, float]]:
         """Return the likeliest continuations with their probabilities; END stands for the end of the sentence."""

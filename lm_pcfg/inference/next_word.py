@@ -288,12 +288,10 @@ def surprisals(
         own = slice(first, first + length + len(after_last))
         cumulative = np.concatenate(([0.0], begins[own]))[boundaries]  # log P before each word, and after the last
         entropy = _entropies(models, found, own, begins, ends)[boundaries] if with_entropy else None
-        results[number] = Surprisal(
-            lines[number].split(),
-            (cumulative[:-1] - cumulative[1:]) / math.log(2),
-            float(cumulative[-1] - ends[first + length - 1]) / math.log(2),
-            entropy,
-        )
+        with np.errstate(invalid="ignore"):  # what follows a word of probability 0 has no surprisal: NaN
+            bits = (cumulative[:-1] - cumulative[1:]) / math.log(2)
+            end_bits = float(cumulative[-1] - ends[first + length - 1]) / math.log(2)
+        results[number] = Surprisal(lines[number].split(), bits, end_bits, entropy)
         first = own.stop
     return results
 
@@ -315,23 +313,31 @@ def _entropies(
     return -terms.sum(1).cpu().numpy() / math.log(2)
 
 
-def next_log_probabilities(models: Sequence[NextWords], begun: Sequence[int]) -> np.ndarray:
-    """Return log p(what comes next | these words), for every word of the vocabulary and, last, the end: fp64 [V + 1].
+class GrowingSentence:
+    """A sentence that grows by a word at a time, and what comes next in the even mixture of some models."""
 
-    Without words before it, they sum to the mass of finite sentences.
-    """
-    joint, begins, ends = [], [], []
-    for model in models:
-        growing = model.growing(1)
+    def __init__(self, models: Sequence[NextWords], begun: Sequence[int] = ()):
+        self.words: list[int] = []
+        self._models = [(model, model.growing(1)) for model in models]
         for word in begun:
+            self.add(word)
+
+    def add(self, word: int) -> None:
+        self.words.append(word)
+        for model, growing in self._models:
             growing.add(model.emissions_of(np.array([word])))
-        joint.append(model.words_after(growing.next_preterminals())[0])
-        begins.append(growing.begins if begun else torch.zeros_like(growing.begins))
-        ends.append(growing.ends)
-    log_begun = _mean(begins).item()
-    if log_begun == -math.inf:
-        raise UserError("these words begin no sentence: their probability is 0")
-    return torch.cat((_mean(joint), _mean(ends))).cpu().numpy() - log_begun
+
+    def log_probabilities(self) -> np.ndarray:
+        """Return log p(what comes next | words), for every word of the vocabulary and, last, the end: fp64 [V + 1].
+
+        Without words before it, they sum to the mass of finite sentences.
+        """
+        joint = _mean([model.words_after(growing.next_preterminals())[0] for model, growing in self._models])
+        ends = _mean([growing.ends for _, growing in self._models])
+        log_begun = _mean([growing.begins for _, growing in self._models]).item() if self.words else 0.0
+        if log_begun == -math.inf:
+            raise UserError("these words begin no sentence: their probability is 0")
+        return torch.cat((joint, ends)).cpu().numpy() - log_begun
 
 
 def complete(

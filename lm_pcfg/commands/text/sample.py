@@ -42,7 +42,7 @@ def sample(
     from lm_pcfg import load
     from lm_pcfg.corpus.text import check_there, display_name
     from lm_pcfg.corpus.treebank import bracketed
-    from lm_pcfg.inference.drawing import as_json as json_line
+    from lm_pcfg.inference.drawing.trees import as_json as json_line
     from lm_pcfg.inference.lines import unit_of
     from lm_pcfg.inference.sample import Drawn
 

@@ -38,7 +38,7 @@ def parse(
     from lm_pcfg.corpus.text import check_there, display_name
     from lm_pcfg.corpus.treebank import Tree
     from lm_pcfg.grammar.parsing import NO_TREE
-    from lm_pcfg.inference.drawing import write_trees
+    from lm_pcfg.inference.drawing.trees import write_trees
     from lm_pcfg.inference.lines import OnLines, Warnings, count_lines, map_lines, warn_of_unknown
 
     check_there(file)

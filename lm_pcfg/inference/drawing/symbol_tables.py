@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
 
-from lm_pcfg.inference.drawing import PAGE_END, page_begin, shown, width_of
+from lm_pcfg.inference.drawing.trees import PAGE_END, page_begin, shown, width_of
 from lm_pcfg.inference.symbols import Choices, Kind, SymbolTable
 
 STYLE = """
