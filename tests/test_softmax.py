@@ -144,7 +144,7 @@ def test_a_gpu_without_triton_is_served_by_pytorch(monkeypatch):
         with pytest.warns(UserWarning, match="triton is not installed"):
             ours = log_normalizers(features, embeddings)
         with warnings.catch_warnings(action="error"):  # said once
-            assert interface._choose("auto", SimpleNamespace(is_cuda=True), "fp32") == "torch"
+            assert interface.choose("auto", SimpleNamespace(is_cuda=True), "fp32") == "torch"
         assert torch.allclose(ours, (features @ embeddings.T).logsumexp(1))
     finally:
         devices.triton_installed.cache_clear()
