@@ -197,7 +197,8 @@ def test_inputs_that_cannot_be_meant_are_refused():
         (chain, [3], {}, r"emissions must be \[3, 3\]"),
         (chain, [4, 0], {}, "length below 1"),
         (Chain(chain.start[:2], chain.transition), [4], {}, r"start must be \[S\]"),
-        (chain, [4], {"backend": "triton"}, "has no forward algorithm"),
+        (chain, [4], {"backend": "cuda"}, "has no forward algorithm"),
+        (chain, [4], {"backend": "triton"}, "needs CUDA tensors"),
         (chain, [4], {"precision": "int8"}, "unknown precision"),
     ):
         with pytest.raises(ValueError, match=message):
