@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flash_inside.triton.chart import Launcher
 from flash_inside.triton.kernels import nan_to_inf
+from flash_inside.triton.weights import write_product
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -105,16 +106,6 @@ def _launcher(kernel, s: int, **constants: bool) -> Launcher:
     return Launcher(kernel, max(1, block // 256), **constants, BLOCK=block)
 
 
-def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Write a @ b, accumulated in fp32 and rounded to the type of `out`."""
-    if not a.is_cuda:
-        out.copy_(a.float() @ b.float())
-    elif a.dtype == out.dtype:
-        torch.mm(a, b, out=out)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-
-
 def alphas(
     start: Tensor,  # [S] fp64
     matrices: Sequence[Tensor],  # T, or its two factors, storage type
@@ -138,9 +129,9 @@ def alphas(
             if step:
                 before = steps[step - 1][:count]
                 if len(matrices) > 1:
-                    _multiply(before, matrices[0], middles[step])
+                    write_product(before, matrices[0], middles[step])
                     before = middles[step]
-                _multiply(before, matrices[-1], predicted[:count])
+                write_product(before, matrices[-1], predicted[:count])
             launch((count, 1, 1), source, words, alpha, divisor, largest_input, first, s)
             first += count
     if len(matrices) > 1:
@@ -172,9 +163,9 @@ def derivatives(
             if longer:
                 d_after = d_steps[step + 1]
                 if len(matrices) > 1:
-                    _multiply(d_after, transposed[1], middles[step + 1])
+                    write_product(d_after, transposed[1], middles[step + 1])
                     d_after = middles[step + 1]
-                _multiply(d_after, transposed[0], d_alphas[step][:longer])
+                write_product(d_after, transposed[0], d_alphas[step][:longer])
             launch(
                 (alive[step], 1, 1),
                 posterior, ending, words, alpha, divisor, largest_input, predicted, largest, begins[step], longer, s,
