@@ -174,6 +174,20 @@ def test_a_sentence_does_not_depend_on_the_others():
     assert torch.allclose(forward.log_likelihood(chain, emissions, LENGTHS, "fp64"), torch.cat(alone), rtol=1e-13)
 
 
+def test_tables_of_the_same_lengths_are_kept_unless_they_are_large(monkeypatch):
+    """... and serve training if they were made in inference mode."""
+    lengths, device = (2, 9, 4), torch.device("cpu")
+    chain, emissions = random_chain(3), random_emissions(15, 3).requires_grad_()
+    with torch.inference_mode():
+        expected = forward.log_likelihood(chain, emissions, lengths, "fp64")
+    log_z = forward.log_likelihood(chain, emissions, lengths, "fp64")
+    assert torch.autograd.grad(log_z.sum(), emissions)[0].sum().item() == pytest.approx(15)
+    assert log_z.tolist() == expected.tolist()
+    assert forward._steps(lengths, device) is forward._steps(lengths, device)
+    monkeypatch.setattr(forward, "MOST_WORDS_KEPT", 14)
+    assert forward._steps(lengths, device) is not forward._steps(lengths, device)
+
+
 def test_factors_are_their_product():
     chain, emissions = random_chain(5, 3), random_emissions(sum(LENGTHS), 5)
     of_product = forward.log_likelihood(Chain(chain.start, (dense(chain),)), emissions, LENGTHS, "fp64")
@@ -197,7 +211,8 @@ def test_inputs_that_cannot_be_meant_are_refused():
         (chain, [3], {}, r"emissions must be \[3, 3\]"),
         (chain, [4, 0], {}, "length below 1"),
         (Chain(chain.start[:2], chain.transition), [4], {}, r"start must be \[S\]"),
-        (chain, [4], {"backend": "triton"}, "has no forward algorithm"),
+        (chain, [4], {"backend": "cuda"}, "has no forward algorithm"),
+        (chain, [4], {"backend": "triton"}, "needs CUDA tensors"),
         (chain, [4], {"precision": "int8"}, "unknown precision"),
     ):
         with pytest.raises(ValueError, match=message):

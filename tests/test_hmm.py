@@ -269,7 +269,7 @@ def test_implicit_ends_and_triton_are_refused_in_one_line(tmp_path):
     assert "init: contexts belongs to family sn_pcfg" in refusal(
         "train", "--config", config, "model.init=contexts(1, 1)", cwd=tmp_path
     )
-    with torch.no_grad(), pytest.raises(UserError, match="no Triton kernels; use inside"):
+    with torch.no_grad(), pytest.raises(UserError, match="choose their kernels; use inside"):
         tiny_model("nhmm")(EXACT).log_likelihood(torch.tensor([END]), [1], backend="triton")
     settings = load_settings(Path(config), [])
     assert settings_class("nhmm").model_validate(settings.model_dump()) == settings

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from flash_inside import Rules, span_limits
+from flash_inside import Rules, forward, span_limits
 from flash_inside.benchmarks.sizes import ptb_lengths
 from flash_inside.dropout import hashed_dropout
+from flash_inside.forward import Chain
 from flash_inside.packing import Layout
 from flash_inside.softmax import child_probabilities, log_normalizers
 
@@ -99,6 +100,7 @@ def noted() -> Iterator[dict]:
         patch.setattr(JITFunction, "run", note)
         for module in (rows, dropout):
             patch.setattr(module, "in_triton", lambda tensor: True)
+        patch.setattr(forward, "choose", lambda *_: "triton")
         yield seen
 
 
@@ -128,6 +130,15 @@ def launch_viterbi(n, p, lengths, per_sentence=False):
     rules = Rules(*(without_memory(*grammars, *shape) for shape in ((n + p,), (n, n + p), (n, n + p))))
     with torch.no_grad():
         trees.BestTrees(rules, without_memory(sum(lengths), p), Layout(lengths), torch.float32, triton=True)
+
+
+def launch_forward(states, precision, lengths, rank=None):
+    """Both algorithms of a hidden Markov model, with T in one matrix or in two factors."""
+    shapes = [(states, states)] if rank is None else [(states, rank), (rank, states)]
+    start, emissions = without_memory(states, dtype=torch.float64), without_memory(sum(lengths), states)
+    matrices = tuple(without_memory(*shape) for shape in shapes)
+    log_z, _ = forward.log_likelihood_unchecked(Chain(start, matrices), emissions, lengths, precision)
+    torch.autograd.grad(log_z.sum(), (start, *matrices, emissions))
 
 
 def launch_softmaxes(n, p, dimension=16):
@@ -184,6 +195,9 @@ def launches():
             launch_viterbi(n, p, [70])
         for words in VOCABULARIES:
             launch_normalizers(words)
+        for states in (1, 100, *(2**k for k in range(5, 16)), 4001, 9001):
+            for precision in ("bf16", "fp32"):
+                launch_forward(states, precision, [20, 17])
         for dimension in (512, 33, 1):
             for rate in (0.3, 0.6):
                 launch_dropout(1, rate, dimension)
@@ -205,6 +219,9 @@ def test_other_batches_launch_nothing_else(launches):
         for n in (32, 512, 8192):  # rows of 96, 1536, 24,576
             launch_softmaxes(n, 2 * n)
             launch_dropout(n, 0.3)
+        for states, rank in ((4096, None), (32768, 4096)):
+            launch_forward(states, "bf16", [32] * 8, rank)
+            launch_forward(states, "bf16", [40, 1, 32, 7], rank)
     assert {kernel.fn.__name__ for kernel, _ in seen.keys() - set(launches)} == set()
 
 
@@ -233,6 +250,7 @@ def one_of_each():
         launch_softmaxes(64, 128)
         launch_normalizers(99)
         launch_dropout(1, 0.3)
+        launch_forward(512, "bf16", [20, 17])
     return {
         (kernel.fn.__name__, dict(launch[1]).get("PER_SENTENCE")): (kernel, launch) for kernel, launch in reversed(seen)
     }
@@ -241,7 +259,7 @@ def one_of_each():
 def test_every_kernel_compiles():
     """In one specialisation; `make test-all` compiles all of them."""
     kernels = one_of_each()
-    assert len(kernels) >= 18
+    assert len(kernels) >= 20
     for launch in kernels.values():
         assert compiled(launch, 90).asm["cubin"]
 

@@ -1,5 +1,7 @@
 """The forward algorithm of hidden Markov models in scaled linear space on packed sentences: PyTorch, any device.
 
+On a GPU all but the matrix products of a step is one Triton kernel (triton/forward.py).
+
     alpha_1[s] = start[s] e_1[s]        alpha_t[s] = (sum_s' alpha_t-1[s'] T[s', s]) e_t[s]        Z = sum_s alpha_l[s]
 
 with e_t[s] the probability of word t given the state s. A row of alpha is stored divided by its maximum m, and one of e
@@ -19,12 +21,15 @@ lack is at most 1e-38 D. A sentence whose D are too large for that is computed a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flash_inside.devices import copy_to_device
+from flash_inside.interface import BACKENDS, choose
 from flash_inside.packing import Layout
 from flash_inside.precision import (
     FORMATS,
@@ -33,6 +38,7 @@ from flash_inside.precision import (
     chart_format,
     check_precision,
     finite,
+    full_matmul_precision,
     gradient_type,
     matmul_precision,
     product,
@@ -43,7 +49,8 @@ from flash_inside.reference import log_matmul, log_sum_exp, safe_log
 from flash_inside.rules import check_lengths
 from flash_inside.scaled import leaf_values
 
-BACKENDS = ("auto", "torch", "reference")
+#: Tables of the last batches of up to so many words are kept, for passes over sentences of the same lengths.
+MOST_WORDS_KEPT, TABLES_KEPT = 1 << 16, 16
 
 
 class Chain(NamedTuple):
@@ -76,19 +83,21 @@ def log_likelihood(
 
     emissions   [sum(lengths), S] log p(word | state), sentences packed one after another
     precision   as in `flash_inside.inside`
-    backend     "torch" or "auto" (scaled linear space) | "reference" (log space, slow); there are no Triton kernels
+    backend     "triton" (scaled linear space, CUDA) | "torch" (the same, any device) | "reference" (log space, slow)
+                | "auto": "triton" for CUDA tensors unless in fp64, else "torch"
 
     Differentiable (once) in start, transition and emissions. A sentence without any path has -inf and a zero gradient.
     A sentence whose numbers leave the range of the format is recomputed, so it is right for any parameters.
     """
     lengths = _check(chain, emissions, lengths, precision, backend)
+    backend = choose(backend, emissions, precision)
     if statistics is not None:
         statistics.sentences += len(lengths)
     if not lengths:  # a rank without data: no sentence, but still connected to the graph
         return (emissions.sum(1) + 0.0 * sum(tensor.sum() for tensor in chain.tensors)).to(FORMATS[precision].compute)
     if backend == "reference":
         return in_log_space(chain, emissions, lengths, FORMATS[precision].compute)
-    return _checked(chain, emissions, lengths, precision, statistics)
+    return _checked(chain, emissions, lengths, precision, backend, statistics)
 
 
 def log_likelihood_unchecked(
@@ -99,10 +108,11 @@ def log_likelihood_unchecked(
     A sentence that is not trusted has no gradient, and its log Z means nothing: give those to `log_likelihood`.
     """
     lengths = _check(chain, emissions, lengths, precision, backend)
+    backend = choose(backend, emissions, precision)
     if not lengths or backend == "reference":
         log_z = log_likelihood(chain, emissions, lengths, precision, backend)
         return log_z, torch.ones_like(log_z, dtype=torch.bool)
-    return _scaled(chain, emissions, lengths, precision)
+    return _scaled(chain, emissions, lengths, precision, backend)
 
 
 def posteriors(
@@ -169,24 +179,25 @@ def _check(chain: Chain, emissions: Tensor, lengths: Tensor | Sequence[int], pre
 
 
 def _checked(
-    chain: Chain, emissions: Tensor, lengths: list[int], precision: str, statistics: Statistics | None
+    chain: Chain, emissions: Tensor, lengths: list[int], precision: str, backend: str, statistics: Statistics | None
 ) -> Tensor:
-    log_z, trusted = _scaled(chain, emissions, lengths, precision)
+    log_z, trusted = _scaled(chain, emissions, lengths, precision, backend)
     if sentences := doubtful(trusted):
         words, their_lengths = take(emissions, lengths, sentences, precision, statistics)
         if precision == "fp64":
             again = in_log_space(chain, words, their_lengths)
         else:
             wide = Chain(upcast(chain.start), tuple(upcast(matrix) for matrix in chain.transition))
-            again = _checked(wide, upcast(words), their_lengths, "fp64", statistics)
+            again = _checked(wide, upcast(words), their_lengths, "fp64", "torch", statistics)
         log_z = log_z.index_put((torch.tensor(sentences, device=log_z.device),), again.to(log_z.dtype))
     return log_z
 
 
-def _scaled(chain: Chain, emissions: Tensor, lengths: list[int], precision: str) -> tuple[Tensor, Tensor]:
+def _scaled(chain: Chain, emissions: Tensor, lengths: list[int], precision: str, backend: str) -> tuple[Tensor, Tensor]:
     first, *second = chain.transition
+    steps = _steps(tuple(lengths), emissions.device)
     return _ScaledForward.apply(
-        chain.start, first, second[0] if second else None, emissions, Layout(lengths), precision
+        chain.start, first, second[0] if second else None, emissions, steps, precision, backend == "triton"
     )
 
 
@@ -196,7 +207,9 @@ def _scaled(chain: Chain, emissions: Tensor, lengths: list[int], precision: str)
 class _Steps:
     """Rows of the passes: those of the first step of all sorted sentences, then those of the second of all alive..."""
 
-    def __init__(self, layout: Layout, device: torch.device):
+    def __init__(self, lengths: Sequence[int], device: torch.device):
+        layout = Layout(lengths)
+        self.lengths = layout.lengths  # [B], decreasing
         self.alive = layout.alive[1:]  # sentences at each step
         self.begin = np.concatenate(([0], np.cumsum(self.alive)))
         sentence = np.concatenate([np.arange(count) for count in self.alive])
@@ -204,9 +217,12 @@ class _Steps:
         word = layout.leaf_word[layout.prefix[sentence] + step]
         before = self.begin[np.maximum(step - 1, 0)] + sentence
         end = self.begin[layout.lengths - 1] + np.arange(len(layout.lengths))
-        rows = torch.from_numpy(np.stack((sentence, step, word, before))).to(device)
-        self.sentence, self.step, self.word, self.before = rows  # each [rows]; before: row of the step before
-        self.end = torch.from_numpy(end).to(device)  # [B] row of the last step
+        tables = sentence, step, word, before, end, np.array(layout.order), np.argsort(layout.order)
+        # One copy, for which the host does not wait
+        packed = copy_to_device(np.concatenate(tables), device).to(device).split([len(table) for table in tables])
+        self.sentence, self.step, self.word, self.before = packed[:4]  # each [rows]; before: row of the step before
+        self.end = packed[4]  # [B] row of the last step
+        self.order, self.inverse = packed[5:]  # [B] the caller's number of a sorted sentence; the other way round
         self.shape = layout.longest, len(layout.lengths)
 
     def rows(self, step: int) -> slice:
@@ -219,10 +235,20 @@ class _Steps:
         return table
 
 
+def _steps(lengths: tuple[int, ...], device: torch.device) -> _Steps:
+    return _kept_steps(lengths, device) if sum(lengths) <= MOST_WORDS_KEPT else _Steps(lengths, device)
+
+
+@lru_cache(maxsize=TABLES_KEPT)
+def _kept_steps(lengths: tuple[int, ...], device: torch.device) -> _Steps:
+    with torch.inference_mode(False):  # for any later use
+        return _Steps(lengths, device)
+
+
 class _Forward:
     """alpha~ of all rows, and what scales it."""
 
-    def __init__(self, chain: Chain, emissions: Tensor, steps: _Steps, precision: Format):
+    def __init__(self, chain: Chain, emissions: Tensor, steps: _Steps, precision: Format, triton: bool):
         compute, storage, device = precision.compute, precision.storage, emissions.device
         self.matrices = tuple(matrix.to(storage) for matrix in chain.transition)
         self.words, scale = leaf_values(emissions, steps.word, precision)  # e~ [rows, S], log n [rows]
@@ -233,7 +259,21 @@ class _Forward:
         self.middle = torch.zeros(rows, rank, dtype=storage, device=device)
         self.divisor = torch.empty(rows, dtype=torch.float64, device=device)  # m
         self.largest_input = torch.ones(rows, dtype=compute, device=device)  # of what e~ or a factor is multiplied by
-        predicted = chain.start.double().expand(steps.alive[0], -1)  # in fp64: it may be 1e-60, and is only a vector
+        start = chain.start.double()  # it may be 1e-60, and is only a vector
+        if triton:
+            from flash_inside.triton import forward as kernels
+
+            kernels.alphas(
+                start, self.matrices, self.words, steps.alive, self.alpha, self.middle, self.divisor, self.largest_input
+            )
+        else:
+            self._steps_in_torch(start, steps, compute)
+        #: [B] fp64: sum of alpha~ at the end of each sorted sentence, and the logarithm of what it was divided by
+        self.end_sums = self.alpha[steps.end].double().sum(1)
+        self.log_scale = steps.by_sentence(self.divisor.log() + scale).sum(0)
+
+    def _steps_in_torch(self, start: Tensor, steps: _Steps, compute: torch.dtype) -> None:
+        predicted = start.expand(steps.alive[0], -1)
         for step, count in enumerate(steps.alive):
             here = steps.rows(step)
             if step:
@@ -248,9 +288,6 @@ class _Forward:
             divisor = torch.where(divisor > 0, divisor, 1.0)
             self.divisor[here] = divisor.squeeze(1)
             self.alpha[here] = values / divisor
-        #: [B] fp64: sum of alpha~ at the end of each sorted sentence, and the logarithm of what it was divided by
-        self.end_sums = self.alpha[steps.end].double().sum(1)
-        self.log_scale = steps.by_sentence(self.divisor.log() + scale).sum(0)
 
 
 class _Derivatives(NamedTuple):
@@ -260,14 +297,24 @@ class _Derivatives(NamedTuple):
     largest: Tensor  # [rows] largest D of anything stored
 
 
-def _derivatives(forward: _Forward, steps: _Steps, precision: Format) -> _Derivatives:
+def _derivatives(forward: _Forward, steps: _Steps, precision: Format, triton: bool) -> _Derivatives:
     """Compute D for an incoming gradient of 1 a sentence, from the last step back: the backward algorithm."""
     compute = precision.compute
     predicted, middle = torch.empty_like(forward.alpha), torch.zeros_like(forward.middle)
     posterior = torch.empty_like(forward.alpha, dtype=compute)
     largest = torch.empty_like(forward.largest_input)
     sums = forward.end_sums
-    ending = torch.where(sums > 0, 1.0 / sums, 0.0).to(compute)[:, None].expand(-1, forward.alpha.shape[1])  # [B, S]
+    ending = torch.where(sums > 0, 1.0 / sums, 0.0).to(compute)  # [B]
+    derivatives = _Derivatives(predicted, middle, posterior, largest)
+    if triton:
+        from flash_inside.triton import forward as kernels
+
+        kernels.derivatives(
+            ending, forward.matrices, forward.words, steps.alive, forward.alpha, forward.divisor, forward.largest_input,
+            *derivatives,
+        )  # fmt: skip
+        return derivatives
+    ending = ending[:, None].expand(-1, forward.alpha.shape[1])  # [B, S]
     divisor = forward.divisor.to(compute)[:, None]
     longer = 0  # sentences with a step after this one
     for step in reversed(range(len(steps.alive))):
@@ -288,7 +335,7 @@ def _derivatives(forward: _Forward, steps: _Steps, precision: Format) -> _Deriva
         # Of alpha~; of alpha before its division, and of the predicted (e~ <= 1); of e~ and a second factor's entries
         largest[here] = torch.maximum(d_alpha.amax(1), d_values.amax(1) * forward.largest_input[here])
         longer = steps.alive[step]
-    return _Derivatives(predicted, middle, posterior, largest)
+    return derivatives
 
 
 class _ScaledForward(torch.autograd.Function):
@@ -296,14 +343,14 @@ class _ScaledForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, start: Tensor, first: Tensor, second: Tensor | None, emissions: Tensor, layout: Layout, name: str
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, start: Tensor, first: Tensor, second: Tensor | None, emissions: Tensor, steps: _Steps, name: str,
+        triton: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         chain = Chain(start, (first,) if second is None else (first, second))
-        precision = chart_format(name, chain.states, shortest=int(layout.lengths[-1]))
-        steps = _Steps(layout, emissions.device)
-        with matmul_precision(name):
-            forward = _Forward(chain, emissions, steps, precision)
-            derivatives = _derivatives(forward, steps, precision)
+        precision = chart_format(name, chain.states, shortest=int(steps.lengths[-1]))
+        with full_matmul_precision(name):
+            forward = _Forward(chain, emissions, steps, precision, triton)
+            derivatives = _derivatives(forward, steps, precision, triton)
         sums = forward.end_sums
         log_z = torch.where(sums > 0, sums.log() + forward.log_scale, float("-inf"))
 
@@ -317,9 +364,9 @@ class _ScaledForward(torch.autograd.Function):
                 forward.alpha, forward.middle, derivatives.predicted, derivatives.middle, derivatives.posterior,
                 trusted & (sums > 0),
             )  # fmt: skip
-            ctx.layout, ctx.steps, ctx.precision, ctx.name = layout, steps, precision, name
+            ctx.steps, ctx.precision, ctx.name = steps, precision, name
             ctx.gradient_types = [gradient_type(tensor) for tensor in (*chain.tensors, emissions)]
-        results = layout.unsort(log_z.to(precision.compute)), layout.unsort(trusted)
+        results = log_z.to(precision.compute)[steps.inverse], trusted[steps.inverse]
         ctx.mark_non_differentiable(results[1])
         return results
 
@@ -329,8 +376,7 @@ class _ScaledForward(torch.autograd.Function):
         """Expected counts, divided by the probability where they are not by its logarithm."""
         alpha, middle, d_predicted, d_middle, posterior, believed = ctx.saved_tensors
         steps, compute = ctx.steps, ctx.precision.compute
-        order = torch.tensor(ctx.layout.order, device=d_log_z.device)
-        gradient = torch.where(believed, d_log_z[order].to(compute), 0.0)[steps.sentence, None]  # [rows, 1]
+        gradient = torch.where(believed, d_log_z[steps.order].to(compute), 0.0)[steps.sentence, None]  # [rows, 1]
         lost = ~believed[steps.sentence, None]
 
         def cleared(values: Tensor) -> Tensor:
@@ -355,4 +401,4 @@ class _ScaledForward(torch.autograd.Function):
         d_emissions = torch.empty_like(posterior)
         d_emissions[steps.word] = weighted(posterior)
         d_start, *d_transition, d_words = map(finite, (d_start, *d_matrices, d_emissions), ctx.gradient_types)
-        return d_start, d_transition[0], d_transition[1] if len(d_transition) > 1 else None, d_words, None, None
+        return d_start, d_transition[0], d_transition[1] if len(d_transition) > 1 else None, d_words, None, None, None

@@ -122,4 +122,4 @@ class HiddenMarkovModel(NamedTuple):
 
 def _check_backend(backend: str) -> None:
     if backend == "triton":
-        raise UserError("inside.backend triton: hidden Markov models have no Triton kernels; use inside.backend=auto")
+        raise UserError("inside.backend triton: hidden Markov models choose their kernels; use inside.backend=auto")
