@@ -58,7 +58,7 @@ def test_prefixes_equal_enumeration_of_all_longer_strings(backend, root):
         assert found.begins[j].exp().item() - total <= beyond
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), n=st.integers(1, 4), p=st.integers(1, 4),
     root=st.sampled_from(ROOTS), spread=st.sampled_from([0.5, 2.0]), seed=st.integers(0, 10**6),
@@ -107,7 +107,7 @@ def test_gradcheck_in_every_input(backend, root):
         found = prefix(Rules(root, left, right), emissions, lengths, "fp64", backend)
         return found.begins, found.ends[found.ends.isfinite()]
 
-    assert torch.autograd.gradcheck(log_p, inputs)
+    assert torch.autograd.gradcheck(log_p, inputs, fast_mode=backend == "reference")
 
 
 def test_gradient_of_a_grammar_that_loses_mass():
