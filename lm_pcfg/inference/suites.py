@@ -144,9 +144,7 @@ class _Sentences:
         pairs, regions = (self._distinct(items, kind) for kind in (Pair, SuiteItem))
         on_lines(max(0, len(texts) - len(pairs) - len(regions)))
         if pairs and any(isinstance(one.grammar, Compound) for one in model.grammars):
-            warn(
-                "a compound PCFG has no exact probabilities: pairs compare estimates of a lower bound"
-            )
+            warn("a compound PCFG has no exact probabilities: pairs compare estimates of a lower bound")
         scores = model.score(pairs, on_lines=on_lines).tolist() if pairs else []
         self._scores = dict(zip(pairs, scores, strict=True))
         self._bits = self._surprisals(regions, on_lines)

@@ -33,8 +33,9 @@ class GrowingPrefixes:
             self.words = 0
             self.begins = self.corners.finite_mass(rules.root).log().expand(count).clone()
             self.ends = torch.full((count,), float("-inf"), dtype=torch.float64, device=device)
-            # Of spans (i, j), by j and then i: eta~ and zeta~ divided by their maxima, and log scales.
-            self._columns: list[tuple[Tensor, Tensor]] = []  # [S, j, 2, N], [S, j, 2]
+            # Of spans (i, j): eta~, zeta~ divided by their maxima, and log scales. They grow when they are full.
+            self._values = torch.zeros(count, 0, 0, 2, n, dtype=torch.float64, device=device)
+            self._scales = torch.zeros(count, 0, 0, 2, dtype=torch.float64, device=device)
             start, largest = divided(self.corners.start)
             self._a = [start.expand(count, n)]  # a~ of each word, [S, N]
             self._a_scale = [largest.log().expand(count)]  # [S]
@@ -60,42 +61,47 @@ class GrowingPrefixes:
         leaves = (emissions - scale[:, None]).exp()  # [S, P]
         self.begins = torch.logsumexp(self.next_preterminals() + emissions, dim=1)
 
-        # The new column, from its narrowest span to the whole prefix.
-        children: list[Tensor] = []  # of spans (i, k+1), i = k, k-1, ..., 0
-        scales: list[Tensor] = []
+        # The new column, from its narrowest span to the whole prefix. Span (i, j) is at [:, i, j - 1].
+        self._make_room(k + 1)
         beta = leaves
         for first in range(k, -1, -1):
-            if first < k:
-                left = torch.stack([self._columns[split - 1][0][:, first, 0] for split in range(first + 1, k + 1)], 1)
-                left_scale = torch.stack(
-                    [self._columns[split - 1][1][:, first, 0] for split in range(first + 1, k + 1)], 1
-                )
-                right = torch.stack([child[:, 1] for child in reversed(children)], 1)  # [S, splits, N]
-                right_scale = torch.stack([one[:, 1] for one in reversed(scales)], 1)
+            if first < k:  # splits at first + 1 .. k
+                left, right = self._values[:, first, first:k, 0], self._values[:, first + 1 : k + 1, k, 1]
+                left_scale, right_scale = self._scales[:, first, first:k, 0], self._scales[:, first + 1 : k + 1, k, 1]
                 beta, scale = _sum_of(left * right, left_scale + right_scale)
             both = beta @ (self.weights[:, n:] if first == k else self.weights[:, :n]).T
             child, largest = divided(both.view(-1, 2, n))
             child_scale = scale[:, None] + largest.squeeze(2).log()
-            children.append(child)
-            scales.append(child_scale.masked_fill((child == 0).all(2), float("-inf")))
+            self._values[:, first, k] = child
+            self._scales[:, first, k] = child_scale.masked_fill((child == 0).all(2), float("-inf"))
         root = self.rules.root[:n] if k else self.rules.root[n:]
         self.ends = (beta @ root).log() + scale if len(root) else torch.full_like(self.begins, float("-inf"))
-        self._columns.append((torch.stack(children[::-1], 1), torch.stack(scales[::-1], 1)))
 
         # What an open constituent that ends here is followed by.
-        column, column_scale = self._columns[-1]
         a, a_scale = torch.stack(self._a, 1), torch.stack(self._a_scale, 1)  # [S, k+1, N], [S, k+1]
-        self._h, self._h_scale = _sum_of(column[:, :, 0] * a, column_scale[:, :, 0] + a_scale)
+        eta, eta_scale = self._values[:, : k + 1, k, 0], self._scales[:, : k + 1, k, 0]
+        self._h, self._h_scale = _sum_of(eta * a, eta_scale + a_scale)
         following, largest = divided(self._h @ self.corners.again)
         self._a.append(following)
         self._a_scale.append(self._h_scale + largest.squeeze(1).log())
         self.words += 1
+        if torch.cat((self.begins, self.ends)).isnan().any():
+            raise ArithmeticError("prefix probabilities left the range of fp64: the rules are too extreme")
+
+    def _make_room(self, words: int) -> None:
+        there = self._values.shape[1]
+        if words > there:
+            size = max(8, 2 * there)
+            values, scales = self._values, self._scales
+            self._values = values.new_zeros(len(values), size, size, *values.shape[3:])
+            self._scales = scales.new_zeros(len(scales), size, size, 2)
+            self._values[:, :there, :there], self._scales[:, :there, :there] = values, scales
 
     def keep(self, which: Tensor) -> None:
         """Go on with some of the prefixes, in this order; numbers may repeat."""
         self.begins, self.ends = self.begins[which], self.ends[which]
         self._h, self._h_scale = self._h[which], self._h_scale[which]
-        self._columns = [(values[which], scales[which]) for values, scales in self._columns]
+        self._values, self._scales = self._values[which], self._scales[which]
         self._a, self._a_scale = [a[which] for a in self._a], [scale[which] for scale in self._a_scale]
 
 

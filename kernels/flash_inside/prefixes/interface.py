@@ -67,6 +67,8 @@ def prefix(
         return Prefixes(nothing, nothing, emissions.detach().to(compute) if with_next else None)
     if corners is None:
         corners = LeftCorners.of(rules)
+    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in rules[1:]) and not corners[3].requires_grad:
+        raise ValueError("corners were made without gradients, and the rules have some: make them anew")
     if backend == "reference":
         return Prefixes(*reference.prefix(rules, corners, emissions, lengths, compute))
     return _checked(rules, corners, emissions, lengths, precision, backend, statistics, with_next)

@@ -1,11 +1,12 @@
 """Prefix probabilities as one would write them on a blackboard, in log space: the truth the fast programme is held to.
 
     pi_ij[A] = P(A derives a string that begins with w_i .. w_{j-1})
-    x_ij     = D (left_NT e(w_i), if j = i + 1) + sum_{i<k<j} (left beta_ik) (right pi_kj)
-    pi_ij    = Q x_ij on nonterminals; on preterminals e(w_i) if j = i + 1, else 0
+    x_ij     = sum_{i<k<j} (left beta_ik) (right pi_kj),   pi_ij = Q x_ij             on nonterminals, j > i + 1
+    right pi = again x_ij, or of one word leaves e(w_i);   root . pi = start . x_0j, or of one word first . e(w_0)
     P(w_0 .. w_{j-1} ...) = root . pi_0j;   P(the sentence is w_0 .. w_{j-1}) = root . beta_0j
 
-D and Q are those of ending.py, and the recursion is over spans, not that of scaled.py. Differentiable by autograd.
+The four tensors are those of ending.py (which tests compare with many digits), and the recursion is over spans, not
+that of chain.py. Differentiable by autograd.
 """
 
 from __future__ import annotations
@@ -34,10 +35,7 @@ def _of_sentence(rules: Rules, corners: LeftCorners, words: Tensor) -> tuple[Ten
     """words: [l, P] log-emissions -> log P of its l prefixes, and of these as sentences: [l] each."""
     length, n = words.shape[0], rules.nonterminals
     log_root, log_left, log_right = (safe_log(tensor) for tensor in rules)
-    right_ends = torch.where(corners.ends > 0, rules.right[:, :n] @ corners.ends + rules.right[:, n:].sum(1), 0.0)
-    matrix = torch.eye(n, dtype=torch.float64, device=words.device) - (right_ends[:, None] * rules.left[:, :n]).T
-    log_paths = safe_log(torch.linalg.inv(matrix).T)  # [N, N] Q; of the transpose, as in ending.py
-    log_right_ends = safe_log(right_ends)
+    log_start, log_first, log_again, log_leaves = (safe_log(tensor) for tensor in corners.tensors)
 
     def log_product(vector: Tensor, log_matrix: Tensor) -> Tensor:
         return log_matmul(vector[None], log_matrix)[0]
@@ -47,28 +45,22 @@ def _of_sentence(rules: Rules, corners: LeftCorners, words: Tensor) -> tuple[Ten
     prefix_zeta: dict[tuple[int, int], Tensor] = {}  # right pi
     prefixes, sentences = [], []
     for j in range(1, length + 1):
-        for i in reversed(range(j)):
-            if j == i + 1:
-                leaf = words[i]
-                eta[i, j], zeta[i, j] = log_product(leaf, log_left[:, n:]), log_product(leaf, log_right[:, n:])
-                x = log_right_ends + eta[i, j]
-            else:
-                splits = range(i + 1, j)
-                beta = log_sum_exp(torch.stack([eta[i, k] + zeta[k, j] for k in splits]), dim=0)
-                x = log_sum_exp(torch.stack([eta[i, k] + prefix_zeta[k, j] for k in splits]), dim=0)
-                eta[i, j], zeta[i, j] = log_product(beta, log_left[:, :n]), log_product(beta, log_right[:, :n])
-            pi = log_product(x, log_paths)  # [N]
-            prefix_zeta[i, j] = log_product(pi, log_right[:, :n])
-            if j == i + 1:
-                both = torch.stack((prefix_zeta[i, j], log_product(leaf, log_right[:, n:])))
-                prefix_zeta[i, j] = log_sum_exp(both, dim=0)
-        of_prefix, of_sentence = [log_root[:n] + pi], [] if j == 1 else [log_root[:n] + beta]
-        if j == 1 and len(log_root) > n:
-            of_prefix.append(log_root[n:] + leaf)
-            of_sentence.append(log_root[n:] + leaf)
-        prefixes.append(log_sum_exp(torch.cat(of_prefix), dim=0))
-        nothing = words.new_full((), NEGATIVE_INFINITY)
-        sentences.append(log_sum_exp(torch.cat(of_sentence), dim=0) if of_sentence else nothing)
+        leaf = words[j - 1]
+        eta[j - 1, j], zeta[j - 1, j] = log_product(leaf, log_left[:, n:]), log_product(leaf, log_right[:, n:])
+        prefix_zeta[j - 1, j] = log_product(leaf, log_leaves)
+        for i in reversed(range(j - 1)):
+            splits = range(i + 1, j)
+            beta = log_sum_exp(torch.stack([eta[i, k] + zeta[k, j] for k in splits]), dim=0)
+            x = log_sum_exp(torch.stack([eta[i, k] + prefix_zeta[k, j] for k in splits]), dim=0)
+            eta[i, j], zeta[i, j] = log_product(beta, log_left[:, :n]), log_product(beta, log_right[:, :n])
+            prefix_zeta[i, j] = log_product(x, log_again)
+        if j == 1:
+            prefixes.append(log_sum_exp(log_first + leaf, dim=0))
+            nothing = words.new_full((), NEGATIVE_INFINITY)
+            sentences.append(log_sum_exp(log_root[n:] + leaf, dim=0) if len(log_root) > n else nothing)
+        else:
+            prefixes.append(log_sum_exp(log_start + x, dim=0))
+            sentences.append(log_sum_exp(log_root[:n] + beta, dim=0))
     return torch.stack(prefixes), torch.stack(sentences)
 
 
@@ -79,7 +71,7 @@ def next_preterminals(rules: Rules, corners: LeftCorners, emissions: Tensor, len
     """
     rows = []
     with torch.inference_mode(False), torch.enable_grad():
-        fixed = Rules(*(tensor.detach().clone() for tensor in rules))
+        fixed = Rules(*(tensor.detach().double().clone() for tensor in rules))
         still = LeftCorners(*(tensor.detach().clone() for tensor in corners))
         for words in emissions.detach().clone().split(lengths):
             for k in range(len(words)):
