@@ -36,7 +36,7 @@ NEWTON_STEPS = 100
 TOLERANCE = 1e-15
 #: Rows whose sum is off by so many roundings of their type are meant to sum to 1.
 ROUNDINGS = 16
-#: Row sums of an inverse up to which fp64 is trusted: about 1e-16 times this is lost. Trained grammars have below 100.
+#: Row sums of an inverse up to which fp64 is trusted: about 1e-16 times this is lost.
 LARGEST_INVERSE = 1e6
 #: Nonterminals up to which many digits are affordable (seconds), and how many.
 MOST_OF_MANY_DIGITS, DIGITS = 64, 250
