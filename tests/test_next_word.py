@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import lm_pcfg
 from flash_inside import Rules
 from lm_pcfg.cli import app
+from lm_pcfg.commands.text.surprisal import _object, _rows
 from lm_pcfg.corpus.pieces import train_pieces
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.emission import Emission
@@ -288,6 +289,29 @@ def test_commands(runs, tmp_path):
     assert CliRunner().invoke(app, ["sample", "--prefix", "the", "--trees", *checkpoint]).exit_code == 2
 
 
+def test_after_a_word_of_probability_0_there_is_nothing(runs):
+    """S -> P P alone: sentences have two words."""
+    rules = Rules(*(torch.tensor(table, dtype=torch.float64) for table in ([1.0, 0.0], [[0.0, 1.0]], [[0.0, 1.0]])))
+    trained = lm_pcfg.load(runs / "one").grammars[0]
+    words = torch.zeros(len(trained.vocabulary), 4, dtype=torch.float64)
+    grammar = Grammar(*rules, Emission.of(torch.zeros(1, 4, dtype=torch.float64), words))
+    model = Model([replace(trained, grammar=grammar)], precision="fp64")
+    (found,) = model.surprisal(["the cat sees a"], entropy=True)
+    assert found.bits[2] == math.inf
+    assert math.isnan(found.bits[3])
+    assert math.isnan(found.end)
+    each = math.log2(len(words))
+    assert found.entropy == pytest.approx([each, each, 0.0, math.nan, math.nan], nan_ok=True, abs=1e-9)
+    rows, shown = _rows(1, found).splitlines(), json.loads(_object(1, found))
+    assert [row.split("\t")[3] for row in rows[2:]] == ["inf", "nan", "nan"]
+    assert shown["surprisal"][2:] == [None, None]
+    assert shown["entropy"][3:] == [None, None]
+    with pytest.raises(UserError, match="these words begin no sentence"):
+        model.log_probabilities("the cat sees")
+    with pytest.raises(UserError, match="these words begin no sentence"):
+        model.complete("the cat sees", 2)
+
+
 def test_a_family_without_prefixes_is_refused_in_one_line(runs):
     with pytest.raises(UserError, match="family n_pcfg has no next-word probabilities"):
         lm_pcfg.load(runs / "n_pcfg").surprisal(LINES)
@@ -303,7 +327,7 @@ def test_a_grammar_that_loses_mass_is_told(runs):
     assert "81.63% of the probability" in (model.warning() or "")
 
 
-def test_commands_warn_of_lost_mass(runs, monkeypatch):
+def test_commands_warn_of_lost_mass(runs):
     for arguments in (["next", "the cat"], ["sample", "--prefix", "the", "-n", "1"]):
         shown = CliRunner().invoke(app, [*arguments, "--checkpoint", str(runs / "one")])
         assert "derivations that never end" in shown.stderr, arguments

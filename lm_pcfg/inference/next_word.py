@@ -173,7 +173,8 @@ class NextWords:
     def log_begins(self, begun: Sequence[int]) -> float:
         """Return log P(a sentence begins with these words); of no word it is that of the mass of finite sentences."""
         if not begun:
-            return math.log(self.finite_mass)
+            mass = self.finite_mass
+            return math.log(mass) if mass > 0.0 else -math.inf
         return self.prefixes(torch.tensor(begun), [len(begun)], precision="fp64").begins[-1].item()
 
     @torch.no_grad()
@@ -367,7 +368,7 @@ def _entropies(
     after = _mean(joint)  # [symbols, V + 1] log P(symbols before, word or end)
     log_begun = np.concatenate(([0.0], begins[own]))[:-1]
     log_p = after - torch.from_numpy(log_begun).to(after.device)[:, None]
-    terms = torch.where(log_p > -math.inf, log_p.exp() * log_p, 0.0)
+    terms = torch.where(log_p == -math.inf, 0.0, log_p.exp() * log_p)  # NaN after words of probability 0
     return -terms.sum(1).cpu().numpy() / math.log(2)
 
 
