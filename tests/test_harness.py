@@ -36,7 +36,7 @@ def asked(*arguments: tuple) -> list[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of a few steps: two seeds, pieces, a hidden Markov model and a dense PCFG."""
+    """Runs of a few steps: two seeds, explicit ends, pieces, a hidden Markov model and a dense PCFG."""
     folder = tmp_path_factory.mktemp("harness")
     config = write_config(folder, training={"max_steps": 3})
     text = write_text(folder / "pieces.txt", 200, seed=5).read_text().splitlines()
@@ -49,7 +49,7 @@ def runs(tmp_path_factory):
     for name, model in families.items():
         (folder / f"{name}.yaml").write_text(json.dumps({**settings, "model": model}))
     variants = {
-        "one": [], "two": ["seed=1"], "nhmm": [], "dense": [],
+        "one": [], "two": ["seed=1"], "ends": ["model.eos=explicit"], "nhmm": [], "dense": [],
         "pieces": [f"data.sentencepiece={folder / 'pieces.model'}", "data.max_length=60"],
     }  # fmt: skip
     for name, changes in variants.items():
@@ -137,6 +137,22 @@ def test_it_stops_where_the_sentence_ends(runs):
         assert "<eos>" not in text
         if text and name != "pieces":
             assert HarnessModel(model).loglikelihood(asked(("the cat", text)))[0][1]
+
+
+def test_explicit_ends_are_no_words(runs):
+    """`<eos>` is never generated, and never the likeliest word beside which another is not greedy."""
+    model = lm_pcfg.load(runs / "ends")
+    context, words = "the cat", []
+    (text,) = HarnessModel(model).generate_until(asked((context, {"max_gen_toks": 5})))
+    while len(words) < 5:
+        ((word, _),) = model.next_word(" ".join([context, *words]), most=1)
+        if word == "<end>":
+            break
+        words.append(word)
+    assert text.split() == words
+    assert "<eos>" not in words
+    if words and "<unk>" not in words:
+        assert HarnessModel(model).loglikelihood(asked((context, text)))[0][1]
 
 
 def test_texts_are_sentences_a_line(runs):

@@ -20,7 +20,8 @@ Checkpoints = Annotated[
     list[Path] | None,
     typer.Option(
         "--checkpoint", help="Checkpoint or run folder; default: the best checkpoint of the newest run under runs/. "
-        "Given several times: their even mixture in scores, their consensus in trees.",
+        "Given several times: their even mixture in scores, surprisals and next words, "
+        "their consensus in trees.",
     ),
 ]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -60,12 +61,22 @@ def show(report: dict[str, Any], as_json: bool) -> None:
 
 def check_prefix(model: Model, prefix: str) -> None:
     """Refuse a prefix whose chart does not fit; warn of unknown words, and of mass that the grammar loses."""
-    vocabulary, words, limit = model.vocabulary, prefix.split(), model.longest_line()
+    from lm_pcfg.corpus.vocabulary import END_OF_SENTENCE
+    from lm_pcfg.inference.lines import longest_line, unit_of
+    from lm_pcfg.inference.sample import counted
+
+    vocabulary, words, limit = model.vocabulary, prefix.split(), longest_line(model.grammars, "fp64")
     ids = vocabulary.tokenise(words) if words else []
     if sum(map(len, ids)) >= limit:
-        raise UserError(f"a prefix may have at most {limit:,.0f} words here: its chart has to fit into memory")
-    if unknown := [word for word, own in zip(words, ids, strict=True) if vocabulary.unknown_id in own]:
-        warn(f"the vocabulary does not have {', '.join(unknown[:5])}: taken for unknown words")
+        most = counted(limit - 1, unit_of(vocabulary))
+        raise UserError(f"a prefix may have at most {most} here: its chart has to fit into memory")
+    unknown = dict.fromkeys(word for word, own in zip(words, ids, strict=True) if vocabulary.unknown_id in own)
+    if vocabulary.end_id is not None and END_OF_SENTENCE in unknown:
+        del unknown[END_OF_SENTENCE]
+        warn(f"{END_OF_SENTENCE} ends sentences and is no word: in a prefix it is taken for an unknown word")
+    if unknown:
+        taken = "an unknown word" if len(unknown) == 1 else "unknown words"
+        warn(f"the vocabulary does not have {', '.join(list(unknown)[:5])}: taken for {taken}")
     for one in model.next_words():
         if message := one.warning():
             warn(message)

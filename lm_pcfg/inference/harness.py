@@ -28,6 +28,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.inference.lines import unit_of
 from lm_pcfg.inference.model import Model
 from lm_pcfg.inference.next_word import GrowingSentence
+from lm_pcfg.inference.sample import counted
 
 MOST_WORDS = 256  # that are generated, unless a request says max_gen_toks
 
@@ -93,10 +94,9 @@ class HarnessModel:
         text = ""
         sentence = GrowingSentence(self._next_words, self._ids(self._checked(context)))
         begun, longest = len(sentence.words), self.model.longest_line()
-        ends = (len(vocabulary), vocabulary.end_id)
         for _ in range(int(settings.get("max_gen_toks") or MOST_WORDS)):
             best = int(np.argmax(sentence.log_probabilities()))
-            if best in ends or len(sentence.words) >= longest:
+            if best == len(vocabulary) or len(sentence.words) >= longest:
                 break
             sentence.add(best)
             text = self._text(sentence.words[begun:])
@@ -135,6 +135,6 @@ class HarnessModel:
         """Refuse a text whose chart does not fit into memory: to cut it would change what is asked."""
         limit = self.model.longest_line()
         if (length := len(self._ids(text))) > limit:
-            unit = unit_of(self.model.vocabulary)
-            raise UserError(f"a text of {length:,} {unit} ({text[:40]!r}...); at most {limit:,.0f} fit into memory")
+            size = counted(length, unit_of(self.model.vocabulary))
+            raise UserError(f"a text of {size} ({text[:40]!r}...); at most {limit:,.0f} fit into memory")
         return text

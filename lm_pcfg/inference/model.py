@@ -24,8 +24,17 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import tell_long
 from lm_pcfg.grammar.parsing import NO_TREE, Parser, as_array, mbr_trees, mean_posteriors
 from lm_pcfg.inference.lines import OnLines, longest_line, unit_of
-from lm_pcfg.inference.next_word import GrowingSentence, NextWords, Surprisal, complete, surprisals
-from lm_pcfg.inference.sample import Drawn, Sample, ScoredTree, draw_samples, posterior_trees, text_of
+from lm_pcfg.inference.next_word import NextWords, Surprisal, complete, log_probabilities_after, surprisals
+from lm_pcfg.inference.sample import (
+    Drawn,
+    Sample,
+    ScoredTree,
+    check_draws,
+    counted,
+    draw_samples,
+    posterior_trees,
+    text_of,
+)
 from lm_pcfg.inference.score import BATCH_COST, check_mixture, mixture_log_probabilities
 from lm_pcfg.inference.symbols import SymbolTable, symbols_of
 from lm_pcfg.inference.trained import TrainedGrammar, Weights, load_trained
@@ -115,13 +124,18 @@ class Model:
     def log_probabilities(self, prefix: str) -> np.ndarray:
         """Return log p(what comes next | prefix) of every word of `vocabulary.words`, and last of the end: [V + 1].
 
-        With a vocabulary of pieces, what comes next is a piece. Without words in the prefix they sum to the mass of
-        finite sentences, which is 1 unless the grammar loses mass.
+        With a vocabulary of pieces, what comes next is a piece. They sum to 1; without words in the prefix to the mass
+        of finite sentences, which is 1 unless the grammar loses mass.
+
+        Where ends are explicit, the end is `<eos>` with nothing after it, and the entry of `<eos>` itself is -inf: it
+        is no word. For a PCFG, what is missing up to 1 is then the mass of strings that do not end in a single `<eos>`.
         """
-        return GrowingSentence(self.next_words(), self._ids(prefix)).log_probabilities()
+        return log_probabilities_after(self.next_words(), self._ids(prefix))
 
     def next_word(self, prefix: str, most: int = 10) -> list[tuple[str, float]]:
         """Return the likeliest continuations with their probabilities; END stands for the end of the sentence."""
+        if most < 1:
+            raise UserError(f"{most} continuations cannot be listed: ask for 1 or more")
         log_p = self.log_probabilities(prefix)
         names = (*self.vocabulary.words, END)
         return [(names[index], math.exp(log_p[index])) for index in np.argsort(-log_p, kind="stable")[:most].tolist()]
@@ -129,11 +143,30 @@ class Model:
     def complete(self, prefix: str, number: int, *, seed: int = 0, max_length: int = 250) -> list[str | None]:
         """Draw sentences that begin with the prefix from p(sentence | prefix), exactly; the same seed draws the same.
 
-        None stands for a sentence of more than max_length words, or one that does not end as sentences do.
+        The prefix stays as it is written. None stands for a sentence of more than max_length words, or one that does
+        not end as sentences do.
         """
-        vocabulary, begun = self.vocabulary, self._ids(prefix)
-        drawn = complete(self.next_words(), begun, number, seed=seed, max_length=max_length)
-        return [None if ids is None else text_of(vocabulary, ids) for ids in drawn]
+        return self.draw_completions(prefix, number, seed=seed, max_length=max_length, drawn=Drawn())
+
+    def draw_completions(
+        self, prefix: str, number: int, *, seed: int = 0, max_length: int = 250, drawn: Drawn
+    ) -> list[str | None]:
+        """Do as `complete`, and count in `drawn` what became of the draws."""
+        check_draws(number, seed, max_length)
+        vocabulary, begun, typed = self.vocabulary, self._ids(prefix), " ".join(prefix.split())
+        if len(begun) >= max_length:
+            unit = unit_of(vocabulary)
+            raise UserError(
+                f"a prefix of {counted(len(begun), unit)} leaves no room for more: sentences may have "
+                f"{counted(max_length, unit)} (max_length)"
+            )
+        most = max_length + (vocabulary.end_id is not None)
+        found: list[str | None] = []
+        for ids in complete(self.next_words(), begun, number, seed=seed, max_length=most):
+            text = None if ids is None else text_of(vocabulary, ids, begun, typed)
+            drawn.add(ids, text)
+            found.append(text)
+        return found
 
     def next_words(self) -> list[NextWords]:
         """Return what each grammar says of prefixes; refuse, in one line, models of families that cannot."""
@@ -142,7 +175,14 @@ class Model:
             self._next_words = [NextWords(one) for one in self.grammars]
         return self._next_words
 
+    def finite_mass(self) -> float:
+        """Return the probability that a sentence ends at all: 1 unless a grammar loses mass."""
+        models = self.next_words()
+        return math.fsum(one.finite_mass for one in models) / len(models)
+
     def _ids(self, prefix: str) -> list[int]:
+        if not isinstance(prefix, str):
+            raise TypeError(f"give one prefix, a string, not a {type(prefix).__name__}")
         return self.vocabulary.tokenise([prefix])[0] if prefix.split() else []
 
     # ---- trees ------------------------------------------------------------------------------------------------------

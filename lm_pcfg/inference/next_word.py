@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -93,15 +93,11 @@ class NextWords:
 
     def _chain_prefixes(self, words: Tensor, emissions: Tensor, lengths: list[int], with_next: bool) -> Prefixes:
         """The same of a hidden Markov model, whose sentences end in `<eos>` and nowhere else."""
-        order = sorted(range(len(lengths)), key=lambda sentence: -lengths[sentence])
-        first = np.cumsum([0, *lengths])[:-1]
         growing = self.growing(len(lengths))
         begins = torch.empty(sum(lengths), dtype=torch.float64, device=emissions.device)
         following = torch.empty(emissions.shape if with_next else (0, 0), dtype=torch.float64, device=emissions.device)
-        for place in range(max(lengths, default=0)):
-            alive = [sentence for sentence in order if lengths[sentence] > place]
-            growing.keep(torch.arange(len(alive), device=begins.device))
-            rows = torch.tensor([int(first[sentence]) + place for sentence in alive], device=begins.device)
+        for alive, rows in _side_by_side(lengths):
+            growing.keep(torch.arange(alive, device=begins.device))
             if with_next:
                 following[rows] = growing.next_preterminals()
             growing.add(emissions[rows])
@@ -131,7 +127,55 @@ class NextWords:
                 total += shares[:, block] @ self.emission.log_probabilities_of(block).double().exp()
         return total.log() + scale
 
+    @torch.no_grad()
+    def closings(self, words: Tensor, lengths: list[int], ends: Tensor) -> Tensor | None:
+        """Return log P(the symbols before this one, and then the end of the sentence) for every symbol, in fp64.
+
+        ends: of `prefixes`. None: the end is just `<eos>`, as in a hidden Markov model, so `following` knows it.
+        """
+        end_id = self.trained.vocabulary.end_id
+        if isinstance(self.model, HiddenMarkovModel):
+            return None
+        if end_id is None:
+            before = torch.cat((ends.new_full((1,), -math.inf), ends[:-1])).double()
+            before[[int(place) for place in np.cumsum([0, *lengths])[:-1]]] = -math.inf  # a sentence has a word
+            return before
+        closings = torch.empty(len(words), dtype=torch.float64, device=ends.device)
+        emissions, growing = self.emissions_of(words.cpu().numpy()), self.growing(len(lengths))
+        for alive, rows in _side_by_side(lengths):
+            growing.keep(torch.arange(alive, device=ends.device))
+            closings[rows] = self.closing(growing, alive).to(closings.device)
+            growing.add(emissions[rows])
+        return closings
+
+    def closing(self, growing: Growing, count: int) -> Tensor:
+        """Return log P(these words, then `<eos>`, and no more) of each prefix."""
+        ended = copy.copy(growing)
+        ended.keep(torch.arange(count, device=growing.begins.device))  # the tables of the others stay as they are
+        ended.add(self.emissions_of(np.full(count, self.trained.vocabulary.end_id)))
+        return ended.ends
+
+    def following(self, preterminals: Tensor, closing: Tensor | None) -> Tensor:
+        """Return log P(words before, what comes next): of every word and, last, of the end, fp64 [R, V + 1].
+
+        preterminals [R, P] as for `words_after`, closing [R] of `closings`. `<eos>` is no word: its own entry is -inf.
+        """
+        joint, end_id = self.words_after(preterminals), self.trained.vocabulary.end_id
+        if closing is None:
+            assert end_id is not None
+            closing = joint[:, end_id].clone()
+        if end_id is not None:
+            joint[:, end_id] = -math.inf
+        return torch.cat((joint, closing.to(joint)[:, None]), dim=1)
+
     # ---- completions ------------------------------------------------------------------------------------------------
+
+    def log_begins(self, begun: Sequence[int]) -> float:
+        """Return log P(a sentence begins with these words); of no word it is that of the mass of finite sentences."""
+        if not begun:
+            mass = self.finite_mass
+            return math.log(mass) if mass > 0.0 else -math.inf
+        return self.prefixes(torch.tensor(begun), [len(begun)], precision="fp64").begins[-1].item()
 
     @torch.no_grad()
     def complete(
@@ -203,6 +247,18 @@ class NextWords:
         growing = copy.copy(start)
         growing.keep(torch.zeros(number, dtype=torch.int64, device=start.begins.device))
         return growing
+
+
+def _side_by_side(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield, for each place in sentences that grow together, how many are so long, and where their symbols are.
+
+    The longest come first, so that those which go on are always the first ones.
+    """
+    order = sorted(range(len(lengths)), key=lambda sentence: -lengths[sentence])
+    first = np.cumsum([0, *lengths]).tolist()
+    for place in range(max(lengths, default=0)):
+        rows = [first[sentence] + place for sentence in order if lengths[sentence] > place]
+        yield len(rows), rows
 
 
 class GrowingChain:
@@ -283,11 +339,15 @@ def surprisals(
     ]
     begins = _mean([one.begins for one in found]).cpu().numpy()
     ends = _mean([one.ends for one in found]).cpu().numpy()
+    closings = [
+        model.closings(words, lengths, one.ends) if with_entropy else None
+        for model, one in zip(models, found, strict=True)
+    ]
     first = 0
     for number, boundaries, length in there:
         own = slice(first, first + length + len(after_last))
         cumulative = np.concatenate(([0.0], begins[own]))[boundaries]  # log P before each word, and after the last
-        entropy = _entropies(models, found, own, begins, ends)[boundaries] if with_entropy else None
+        entropy = _entropies(models, found, closings, own, begins)[boundaries] if with_entropy else None
         with np.errstate(invalid="ignore"):  # what follows a word of probability 0 has no surprisal: NaN
             bits = (cumulative[:-1] - cumulative[1:]) / math.log(2)
             end_bits = float(cumulative[-1] - ends[first + length - 1]) / math.log(2)
@@ -297,20 +357,48 @@ def surprisals(
 
 
 def _entropies(
-    models: Sequence[NextWords], found: Sequence[Prefixes], own: slice, begins: np.ndarray, ends: np.ndarray
-) -> np.ndarray:
+    models: Sequence[NextWords], found: Sequence[Prefixes], closings: Sequence[Tensor | None], own: slice,
+    begins: np.ndarray,
+) -> np.ndarray:  # fmt: skip
     """Return the entropy in bits of what comes before each symbol of a sentence: [symbols]."""
     joint = []
-    for model, one in zip(models, found, strict=True):
+    for model, one, closing in zip(models, found, closings, strict=True):
         assert one.next is not None
-        joint.append(model.words_after(one.next[own]))
-    after = _mean(joint)  # [symbols, V] log P(symbols before, word)
+        joint.append(model.following(one.next[own], None if closing is None else closing[own]))
+    after = _mean(joint)  # [symbols, V + 1] log P(symbols before, word or end)
     log_begun = np.concatenate(([0.0], begins[own]))[:-1]
-    log_end = np.concatenate(([-math.inf], ends[own]))[:-1]
-    everything = torch.cat((after, torch.from_numpy(log_end).to(after.device)[:, None]), dim=1)
-    log_p = everything - torch.from_numpy(log_begun).to(after.device)[:, None]
-    terms = torch.where(log_p > -math.inf, log_p.exp() * log_p, 0.0)
+    log_p = after - torch.from_numpy(log_begun).to(after.device)[:, None]
+    terms = torch.where(log_p == -math.inf, 0.0, log_p.exp() * log_p)  # NaN after words of probability 0
     return -terms.sum(1).cpu().numpy() / math.log(2)
+
+
+@torch.no_grad()
+def log_probabilities_after(models: Sequence[NextWords], begun: Sequence[int]) -> np.ndarray:
+    """Return log p(what comes next | words) in the even mixture of some models: fp64 [V + 1], as `GrowingSentence`.
+
+    It computes the words together, which is much quicker than to let a sentence grow.
+    """
+    joint, log_begun = [], []
+    for model in models:
+        end_id = model.trained.vocabulary.end_id
+        # What comes next does not depend on the symbol that is there: any will do, but the end is read off <eos>.
+        words = [*begun, *(begun[-1:] or [0] if end_id is None else [end_id])]
+        found = model.prefixes(torch.tensor(words), [len(words)], precision="fp64", with_next=True)
+        assert found.next is not None
+        log_begun.append(found.begins[-2] if begun else found.begins.new_zeros(()))
+        closing = None
+        if end_id is not None and isinstance(model.model, Grammar):
+            closing = found.ends[-1:]
+        elif end_id is None:
+            closing = found.ends[-2:-1] if begun else found.ends.new_full((1,), -math.inf)
+        joint.append(model.following(found.next[-1:], closing)[0])
+    return _given(_mean(joint), _mean(log_begun))
+
+
+def _given(joint: Tensor, log_begun: Tensor) -> np.ndarray:
+    if log_begun.item() == -math.inf:
+        raise UserError("these words begin no sentence: their probability is 0")
+    return (joint - log_begun).cpu().numpy()
 
 
 class GrowingSentence:
@@ -327,17 +415,21 @@ class GrowingSentence:
         for model, growing in self._models:
             growing.add(model.emissions_of(np.array([word])))
 
+    @torch.no_grad()
     def log_probabilities(self) -> np.ndarray:
         """Return log p(what comes next | words), for every word of the vocabulary and, last, the end: fp64 [V + 1].
 
-        Without words before it, they sum to the mass of finite sentences.
+        Where ends are explicit, the end is `<eos>` with nothing after it, and the entry of `<eos>` itself is -inf.
+        Without words before it, they sum to the mass of finite sentences. See `Model.log_probabilities`.
         """
-        joint = _mean([model.words_after(growing.next_preterminals())[0] for model, growing in self._models])
-        ends = _mean([growing.ends for _, growing in self._models])
-        log_begun = _mean([growing.begins for _, growing in self._models]).item() if self.words else 0.0
-        if log_begun == -math.inf:
-            raise UserError("these words begin no sentence: their probability is 0")
-        return torch.cat((joint, ends)).cpu().numpy() - log_begun
+        joint = []
+        for model, growing in self._models:
+            closing = growing.ends if model.trained.vocabulary.end_id is None else None
+            if closing is None and isinstance(model.model, Grammar):
+                closing = model.closing(growing, 1)
+            joint.append(model.following(growing.next_preterminals(), closing)[0])
+        begins = [growing.begins[0] if self.words else growing.begins.new_zeros(()) for _, growing in self._models]
+        return _given(_mean(joint), _mean(begins))
 
 
 def complete(
@@ -347,15 +439,10 @@ def complete(
     random = np.random.default_rng(seed)
     if len(models) == 1:
         return models[0].complete(begun, number, random=random, max_length=max_length)
-    weights = []
-    for model in models:
-        growing = model.growing(1)
-        for word in begun:
-            growing.add(model.emissions_of(np.array([word])))
-        weights.append(growing.begins.item())
-    shares = np.exp(np.array(weights) - max(weights))
-    if not np.isfinite(shares).all():
+    weights = np.array([model.log_begins(begun) for model in models])
+    if weights.max() == -math.inf:
         raise UserError("these words begin no sentence: their probability is 0")
+    shares = np.exp(weights - weights.max())
     chosen = random.choice(len(models), size=number, p=shares / shares.sum())
     made = [
         iter(model.complete(begun, int((chosen == place).sum()), random=random, max_length=max_length))

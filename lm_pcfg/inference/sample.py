@@ -50,11 +50,19 @@ class Drawn:
     without_end: int = 0  # explicit ends: `<eos>` was not at the end, or not only there
     empty: int = 0  # explicit ends: `<eos>` alone
 
+    def add(self, ids: Sequence[int] | None, text: str | None) -> None:
+        """Count a draw. ids: its symbols, None if it was cut; text: None if it is no sentence."""
+        self.samples += 1
+        self.cut += ids is None
+        if ids is not None and text is None:
+            self.empty += len(ids) == 1
+            self.without_end += len(ids) > 1
+
     def message(self, max_length: int, unit: str) -> str:
         """Say what is missing from the samples, so that nobody takes them for all; "" if nothing is."""
         parts = []
         if self.cut:
-            parts.append(f"{self.cut:,} of {self.samples:,} samples have more than {max_length:,} {unit}")
+            parts.append(f"{self.cut:,} of {self.samples:,} samples have more than {counted(max_length, unit)}")
         if self.without_end:
             parts.append(f"{self.without_end:,} of {self.samples:,} do not end in a single <eos>")
         if self.empty:
@@ -66,12 +74,23 @@ class Drawn:
         )
 
 
+def counted(number: float, unit: str) -> str:
+    """1 word, 2 words; unit: the plural."""
+    return f"{number:,.0f} {unit.removesuffix('s') if number == 1 else unit}"
+
+
+def check_draws(number: int, seed: int, max_length: int) -> None:
+    """Refuse what cannot be drawn."""
+    if number < 0 or max_length < 1 or seed < 0:
+        limit = counted(max_length, "words")
+        raise UserError(f"{counted(number, 'samples')} of at most {limit} with seed {seed} cannot be drawn")
+
+
 def draw_samples(
     mixture: Sequence[TrainedGrammar], number: int, *, seed: int, max_length: int, drawn: Drawn
 ) -> Iterator[Sample]:
     """Yield samples of the even mixture of some grammars; those left out are counted in `drawn`."""
-    if number < 0 or max_length < 1 or seed < 0:
-        raise UserError(f"{number} samples of at most {max_length} words with seed {seed} cannot be drawn")
+    check_draws(number, seed, max_length)
     for one in mixture:
         if not isinstance(one.grammar, Grammar | DenseGrammar | HiddenMarkovModel | Compound):
             raise UserError(f"{one.checkpoint}: a model of family {one.settings.model.family} cannot be sampled")
@@ -84,14 +103,10 @@ def draw_samples(
             made.append(_derivations(one, own, _seed(seed, block, place), most))
         for place in chosen.tolist():
             derivation = next(made[place])
-            drawn.samples += 1
-            drawn.cut += derivation.cut
-            if not derivation.cut:
-                sample = _sample(mixture[place], derivation)
-                drawn.empty += sample is None and len(derivation.words) == 1
-                drawn.without_end += sample is None and len(derivation.words) > 1
-                if sample is not None:
-                    yield sample
+            sample = None if derivation.cut else _sample(mixture[place], derivation)
+            drawn.add(None if derivation.cut else derivation.words, None if sample is None else sample.text)
+            if sample is not None:
+                yield sample
 
 
 def _derivations(one: TrainedGrammar, number: int, seed: int, most: int) -> Iterator[Derivation]:
@@ -126,18 +141,20 @@ def _sample(trained: TrainedGrammar, derivation: Derivation) -> Sample | None:
     return Sample(text, tree, derivation.log_probability)
 
 
-def text_of(vocabulary: AnyVocabulary, ids: Sequence[int]) -> str | None:
-    """Return the words of a drawn sentence; None where ends are explicit and it does not end as sentences do."""
+def text_of(vocabulary: AnyVocabulary, ids: Sequence[int], begun: Sequence[int] = (), typed: str = "") -> str | None:
+    """Return the words of a drawn sentence; None where ends are explicit and it does not end as sentences do.
+
+    begun, typed: its first symbols, and how they were written; so they stay.
+    """
     ids = list(ids)
     if vocabulary.end_id is not None:
         if ids.count(vocabulary.end_id) != 1 or ids[-1] != vocabulary.end_id or len(ids) == 1:
             return None
         ids = ids[:-1]
-    return (
-        vocabulary.decode(ids)
-        if isinstance(vocabulary, PieceVocabulary)
-        else " ".join(vocabulary.words[i] for i in ids)
-    )
+    if isinstance(vocabulary, PieceVocabulary):
+        text, known = vocabulary.decode(ids), vocabulary.decode(begun)
+        return typed + text[len(known) :] if begun and text.startswith(known) else text
+    return " ".join([*typed.split(), *(vocabulary.words[id] for id in ids[len(begun) :])])
 
 
 def posterior_trees(

@@ -19,6 +19,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.inference.lines import REASONS, OnLines, Warnings, unit_of, warn_of_unknown
 from lm_pcfg.inference.model import Model
+from lm_pcfg.inference.sample import counted
 
 RIGHT, TIE, WRONG = 2, 1, 0  # halves of an item
 _WHY = {
@@ -158,8 +159,8 @@ class _Sentences:
         verdicts = limits.judge(lengths, ends=vocabulary.end_id is not None).tolist()
         reasons = {text: REASONS[verdict] for text, verdict in zip(self._ids, verdicts, strict=True)}
         if "long" in reasons.values():
-            unit = unit_of(vocabulary)
-            warn(f"sentences may have at most {fitting:,.0f} {unit} here: their charts have to fit into memory")
+            most = counted(fitting, unit_of(vocabulary))
+            warn(f"sentences may have at most {most} here: their charts have to fit into memory")
         return reasons
 
     def _distinct(self, items: Sequence[Item], kind: type) -> list[str]:

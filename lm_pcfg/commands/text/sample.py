@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,7 +29,10 @@ def sample(
     max_length: Annotated[int, typer.Option(min=1, help="Samples of more words are cut, and counted.")] = 250,
     trees: Annotated[bool, typer.Option("--trees", help="Print trees in brackets, not only their words.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object a line, with tree and probability.")
+        bool,
+        typer.Option(
+            "--json", help="Print a JSON object a line: number, text, log-probability, tree; with --prefix no tree."
+        ),
     ] = False,
     checkpoint: Checkpoints = None,
     weights: WeightsOption = "auto",
@@ -77,15 +81,19 @@ def sample(
         return
     if prefix is not None:
         check_prefix(model, prefix)
-        found = model.complete(prefix, number, seed=seed, max_length=max_length)
-        for count, text in enumerate(text for text in found if text is not None):
-            print(json.dumps({"number": count + 1, "text": text}, ensure_ascii=False) if as_json else text)
-        if missing := found.count(None):
-            unit = unit_of(model.vocabulary)
-            warn(
-                f"{missing:,} of {number:,} samples have more than {max_length:,} {unit}, or do not end as sentences "
-                "do: they are left out, so the others are no fair sample of the grammar"
-            )
+        counts = Drawn()
+        found = model.draw_completions(prefix, number, seed=seed, max_length=max_length, drawn=counts)
+        texts = [text for text in found if text is not None]
+        if as_json:
+            for count, (text, log_p) in enumerate(zip(texts, model.score(texts).tolist(), strict=True), start=1):
+                # JSON has no NaN and no infinity.
+                fields = {"number": count, "text": text, "log_probability": log_p if math.isfinite(log_p) else None}
+                print(json.dumps(fields, ensure_ascii=False, allow_nan=False))
+        else:
+            for text in texts:
+                print(text)
+        if message := counts.message(max_length, unit_of(model.vocabulary)):
+            warn(message)
         return
     if trees:
         model.check_trees()

@@ -11,6 +11,10 @@ import typer
 
 from lm_pcfg.commands.output import Checkpoints, DeviceOption, PrecisionOption, WeightsOption
 from lm_pcfg.console import progress
+from lm_pcfg.errors import UserError
+
+COLUMNS = ["line", "position", "word", "surprisal"]
+ENTROPY_COLUMNS = ["entropy", "entropy_reduction"]
 
 
 def surprisal(
@@ -37,7 +41,8 @@ def surprisal(
     check_there(file)
     model = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True)
     model.precision = precision
-    name, unknown = display_name(file), 0
+    name = display_name(file)
+    scored = skipped = blank = unknown = 0
     with progress("lines read", count_lines(file), show=not sys.stdout.isatty()) as bar:
         warnings = Warnings(lambda message: bar.message(f"warning: {message}"))
         for one in model.next_words():
@@ -49,20 +54,25 @@ def surprisal(
             command="surprisal", max_length=max_length, fitting=model.longest_line(),
             min_length=min(one.fewest_symbols for one in model.grammars), warnings=warnings, on_lines=bar.advance,
         )  # fmt: skip
-        if form == "tsv":
-            columns = ["line", "position", "word", "surprisal", *(["entropy", "entropy_reduction"] if entropy else [])]
-            print("\t".join(columns))
         for line in lines:
             if line.value is None:
+                blank += line.skipped == "blank"
+                skipped += line.skipped != "blank"
                 if not line.skipped:
                     warnings.add("words", f"{name}, line {line.number}: its words cannot be told apart, skipped")
                 continue
+            if form == "tsv" and not scored:
+                print("\t".join([*COLUMNS, *(ENTROPY_COLUMNS if entropy else [])]))
+            scored += 1
             unknown += line.unknown
             if not math.isfinite(line.value.total):
                 warnings.add("impossible", f"{name}, line {line.number}: probability 0")
             sys.stdout.write(_rows(line.number, line.value) if form == "tsv" else _object(line.number, line.value))
         warn_of_unknown(name, unknown, model.vocabulary, warnings.warn)
         warnings.summarise()
+    if not scored:
+        why = f"{skipped} skipped" if skipped else "all blank" if blank else "it is empty"
+        raise UserError(f"{name}: no line could be scored ({why})")
 
 
 def _rows(number: int, found: Any) -> str:
