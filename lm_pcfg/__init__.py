@@ -26,7 +26,7 @@ def load(
 ) -> Model:  # fmt: skip
     """Load a trained model from a run folder (its best checkpoint) or a checkpoint.
 
-    paths        several: their even mixture in scores and samples, their consensus in trees; none: the newest run
+    paths        several: their even mixture in scores, surprisals and samples, their consensus in trees; none: the newest run
                  under runs/
     weights      averaged weights where there are any (auto, ema), or those of the last step (raw)
     device       where to compute; auto: a GPU if there is one
