@@ -26,8 +26,8 @@ def load(
 ) -> Model:  # fmt: skip
     """Load a trained model from a run folder (its best checkpoint) or a checkpoint.
 
-    paths        several: their even mixture in scores, surprisals and samples, their consensus in trees; none: the newest run
-                 under runs/
+    paths        several: their even mixture in scores, next words and samples, their consensus in trees; none: the
+                 newest run under runs/
     weights      averaged weights where there are any (auto, ema), or those of the last step (raw)
     device       where to compute; auto: a GPU if there is one
     prepare_cpu  set the process's number of threads and make it flush denormal numbers to zero, as the commands do: a
