@@ -111,6 +111,27 @@ def test_gradcheck_in_every_input(backend, root):
     assert torch.autograd.gradcheck(log_p, inputs, fast_mode=backend == "reference")
 
 
+@pytest.mark.parametrize("spread", [1.0, 30.0])
+def test_gradients_in_fp32_are_near_those_of_fp64(spread):
+    """Also of sentences that are computed again: logits of deviation 30 have some."""
+    lengths, counts = [5, 1, 4], Statistics()
+    for seed in (4, 11, 13):
+        rules = random_rules(4, 5, spread=spread, seed=seed, dtype=torch.float32)
+        emissions = random_emissions(sum(lengths), 5, spread=spread, seed=seed, dtype=torch.float32)
+        found = []
+        for dtype, precision in ((torch.float32, "fp32"), (torch.float64, "fp64")):
+            inputs = [tensor.to(dtype).clone().requires_grad_() for tensor in (*rules, emissions)]
+            with torch.no_grad():
+                corners = LeftCorners.of(rules) if spread > 1 else None
+            given = Rules(*(tensor.detach() for tensor in inputs[:3])) if corners else Rules(*inputs[:3])
+            result = prefix(given, inputs[3], lengths, precision, statistics=counts, corners=corners)
+            result.begins.sum().backward()
+            found.append([tensor.grad for tensor in inputs if tensor.grad is not None])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item())
+    assert spread == 1.0 or counts.recomputed > 0
+
+
 def test_gradient_of_a_grammar_that_loses_mass():
     """The derivative through the least fixed point, away from 1."""
     rules = random_rules(3, 2, spread=0.5, seed=5)
