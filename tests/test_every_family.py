@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
 import processes
-from command_line import lm_pcfg
 from grammars import enumerate_trees
+from lm_pcfg.cli import app
 from lm_pcfg.grammar import families
 from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.grammar.computation import EXACT, backward_through
@@ -173,17 +174,19 @@ def losses(run) -> list[float]:
     return [line["train/loss"] for line in read_metrics(run / "metrics.jsonl") if "train/loss" in line]
 
 
-def ran(folder, *arguments) -> str:
-    result = lm_pcfg(*arguments, cwd=folder)
-    assert result.returncode == 0, result.stderr.decode()
-    return result.stdout.decode()
+def ran(*arguments) -> str:
+    """Run a command in this process: a process of its own would import for seconds."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 @pytest.mark.long
 @every_family
-def test_it_is_trained_killed_resumed_scored_and_sampled(name, tmp_path):
+def test_it_is_trained_killed_resumed_scored_and_sampled(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     config = config_of(name, tmp_path, checkpoint={"every_steps": 2})
-    ran(tmp_path, "train", "--config", config, "name=whole")
+    ran("train", "--config", config, "name=whole")
     slow = [sys.executable, "-m", "lm_pcfg", "train", "--config", config, "name=killed", "training.max_steps=100000",
             "training.epochs=100000"]  # fmt: skip
     process = subprocess.Popen(slow, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -194,26 +197,27 @@ def test_it_is_trained_killed_resumed_scored_and_sampled(name, tmp_path):
     process.wait()
     reached = int(checkpoint.latest(tmp_path / "runs" / "killed").name.removeprefix("step-"))
     steps = max(6, reached + 2)
-    for run, more in (("killed", ["resume=auto"]), ("whole", ["resume=auto"])):
-        ran(tmp_path, "train", "--config", config, f"name={run}", *more, f"training.max_steps={steps}",
-            "training.epochs=100000")  # fmt: skip
+    for run in ("killed", "whole"):
+        longer = [f"training.max_steps={steps}", "training.epochs=100000"]
+        ran("train", "--config", config, f"name={run}", "resume=auto", *longer)
     whole, killed = (checkpoint.load(checkpoint.latest(tmp_path / "runs" / run), with_optimizer=True)
                      for run in ("whole", "killed"))  # fmt: skip
     assert whole.state["step"] == killed.state["step"] == steps
     for of_whole, of_killed in ((whole.model, killed.model), (whole.optimizer, killed.optimizer)):
         assert all(torch.equal(tensor, of_killed[key]) for key, tensor in of_whole.items())
-    report = json.loads(ran(tmp_path, "score", "valid.txt", "--checkpoint", "runs/whole", "--json"))
+    report = json.loads(ran("score", "valid.txt", "--checkpoint", "runs/whole", "--json"))
     assert math.isfinite(report["nll"])
-    drawn = [ran(tmp_path, "sample", "-n", "20", "--checkpoint", "runs/whole", "--seed", seed) for seed in "112"]
+    drawn = [ran("sample", "-n", "20", "--checkpoint", "runs/whole", "--seed", seed) for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 @pytest.mark.long
 @every_family
-def test_one_process_and_two_have_the_same_losses(name, tmp_path):
-    train = ["-m", "lm_pcfg", "train", "--config", config_of(name, tmp_path, batch={"sentences": 4})]
-    processes.run_ranks(2, [*train, "name=two"])
-    processes.run_ranks(1, [*train, "name=one", "batch.accumulate=2"])
+def test_one_process_and_two_have_the_same_losses(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train = ["train", "--config", config_of(name, tmp_path, batch={"sentences": 4})]
+    processes.run_ranks(2, ["-m", "lm_pcfg", *train, "name=two"])
+    ran(*train, "name=one", "batch.accumulate=2")
     one, two = (losses(tmp_path / "runs" / run) for run in ("one", "two"))
     assert len(one) == 6
     np.testing.assert_allclose(one, two, rtol=1e-5)

@@ -23,8 +23,8 @@ from test_triton import BRACKETS, DEVICE, GPU, gradients, poisoned_memory, runs_
 #: Unsorted, sorted, of one length, of one word; two words have no nonterminal child.
 BATCHES = [
     ([4, 1, 2, 4], "all"),
-    ([4, 1, 2, 4], "nonterminals"),
-    ([5, 3, 3, 1], "all"),
+    pytest.param([4, 1, 2, 4], "nonterminals", marks=pytest.mark.long),
+    pytest.param([5, 3, 3, 1], "all", marks=pytest.mark.long),
     ([3, 3], "all"),
     ([1, 1], "all"),
     ([2, 2, 1], "nonterminals"),
