@@ -226,6 +226,7 @@ print(most_memory() - before)
 """  # noqa: E501
 
 
+@pytest.mark.long
 def test_bombs_take_no_gigabytes(tmp_path):
     bombs = [
         write_zst(tmp_path / "line.txt.zst", b"a" * (1 << 20), 2600),

@@ -45,6 +45,7 @@ def losses(folder, name):
     ]
 
 
+@pytest.mark.long
 def test_the_grammar_learns_the_brackets(folder):
     result = train(folder, "right", "data.brackets=right.trees")
     assert result.returncode == 0, result.stderr

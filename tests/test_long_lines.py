@@ -161,6 +161,7 @@ print((most_memory() - before) / (chart_memory([words], n, "fp32") - chart_memor
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gradient", [False, True])
 def test_the_estimate_is_what_is_taken(gradient):
     result = subprocess.run(

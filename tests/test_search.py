@@ -75,6 +75,7 @@ def test_a_stopped_search_continues_where_it_was(file, monkeypatch):
     assert "wild (failed)" in continued
 
 
+@pytest.mark.long
 def test_several_at_once_are_what_one_after_another_are(file):
     alone = search(file, "--only", "ema")
     assert "| ema |" in alone
