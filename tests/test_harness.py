@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,18 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
-from typer.testing import CliRunner
 
 import lm_pcfg
-from lm_pcfg.cli import app
-from lm_pcfg.corpus.pieces import train_pieces
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.emission import Emission
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.inference.harness import HarnessModel
 from lm_pcfg.inference.model import Model
-from texts import write_config, write_text
+from small_runs import train_small_runs
 
 # The abstract methods of lm_eval.api.model.LM (0.4.13), and what they take
 INTERFACE = {"loglikelihood": ["self", "requests"], "loglikelihood_rolling": ["self", "requests"],
@@ -36,27 +31,8 @@ def asked(*arguments: tuple) -> list[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of a few steps: two seeds, explicit ends, pieces, a hidden Markov model and a dense PCFG."""
-    folder = tmp_path_factory.mktemp("harness")
-    config = write_config(folder, training={"max_steps": 3})
-    text = write_text(folder / "pieces.txt", 200, seed=5).read_text().splitlines()
-    (folder / "pieces.model").write_bytes(train_pieces(text, kind="unigram", size=40).model)
-    settings = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key != "model"}
-    families = {
-        "nhmm": {"family": "nhmm", "states": 6, "dimension": 8, "eos": "explicit"},
-        "dense": {"family": "n_pcfg", "nonterminals": 3, "preterminals": 4, "dimension": 8},
-    }
-    for name, model in families.items():
-        (folder / f"{name}.yaml").write_text(json.dumps({**settings, "model": model}))
-    variants = {
-        "one": [], "two": ["seed=1"], "ends": ["model.eos=explicit"], "nhmm": [], "dense": [],
-        "pieces": [f"data.sentencepiece={folder / 'pieces.model'}", "data.max_length=60"],
-    }  # fmt: skip
-    for name, changes in variants.items():
-        own = folder / f"{name}.yaml" if name in families else config
-        result = CliRunner().invoke(app, ["train", "--config", str(own), f"name={name}", *changes])
-        assert result.exit_code == 0, result.output
-    return folder / "runs"
+    """Two seeds, explicit ends, pieces, a hidden Markov model and a dense PCFG."""
+    return train_small_runs(tmp_path_factory.mktemp("harness"), ["one", "two", "ends", "pieces", "nhmm", "n_pcfg"])
 
 
 def test_the_interface_is_that_of_the_harness():
@@ -165,7 +141,7 @@ def test_texts_are_sentences_a_line(runs):
 
 def test_what_cannot_be_answered_is_refused_in_a_line(runs, monkeypatch):
     with pytest.raises(UserError, match="family n_pcfg has no next-word probabilities"):
-        HarnessModel(lm_pcfg.load(runs / "dense"))
+        HarnessModel(lm_pcfg.load(runs / "n_pcfg"))
     model = lm_pcfg.load(runs / "one")
     with pytest.raises(UserError, match="do_sample"):
         HarnessModel(model).generate_until(asked(("the", {"do_sample": True})))

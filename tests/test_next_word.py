@@ -11,51 +11,30 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import yaml
 from typer.testing import CliRunner
 
 import lm_pcfg
 from flash_inside import Rules
 from lm_pcfg.cli import app
 from lm_pcfg.commands.text.surprisal import _object, _rows
-from lm_pcfg.corpus.pieces import train_pieces
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.emission import Emission
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.grammar.markov import HiddenMarkovModel
 from lm_pcfg.inference.model import END, Model
 from lm_pcfg.inference.next_word import GrowingSentence, NextWords, complete
+from small_runs import train_small_runs
 from test_prefixes import short_rules
-from texts import write_config, write_text
 
 LINES = ["the cat sees a dog", "", "the zebra sleeps", "the old cat near the house sleeps and runs"]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of a few steps: two seeds, explicit ends, pieces, in rank space, a hidden Markov model, a dense PCFG."""
-    folder = tmp_path_factory.mktemp("next")
-    config = write_config(folder, training={"max_steps": 3})
-    text = write_text(folder / "pieces.txt", 200, seed=5).read_text().splitlines()
-    (folder / "pieces.model").write_bytes(train_pieces(text, kind="unigram", size=40).model)
-    pieces = [f"data.sentencepiece={folder / 'pieces.model'}", "data.max_length=60"]
-    variants = {
-        "one": [], "two": ["seed=1"], "ends": ["model.eos=explicit"], "pieces": pieces,
-        "pieces_ends": [*pieces, "model.eos=explicit"],
-    }  # fmt: skip
-    for name, changes in variants.items():
-        result = CliRunner().invoke(app, ["train", "--config", str(config), f"name={name}", *changes])
-        assert result.exit_code == 0, result.output
-    data = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key != "model"}
-    for family, model in {
-        "rank_pcfg": {"nonterminals": 4, "preterminals": 6, "rank": 8, "dimension": 8},
-        "nhmm": {"states": 6, "dimension": 8, "eos": "explicit"},
-        "n_pcfg": {"nonterminals": 3, "preterminals": 4, "dimension": 8},
-    }.items():
-        (folder / f"{family}.yaml").write_text(json.dumps({**data, "model": {"family": family, **model}}))
-        result = CliRunner().invoke(app, ["train", "--config", str(folder / f"{family}.yaml"), f"name={family}"])
-        assert result.exit_code == 0, result.output
-    return folder / "runs"
+    """Two seeds, explicit ends, pieces, in rank space, a hidden Markov model, a dense PCFG."""
+    return train_small_runs(
+        tmp_path_factory.mktemp("next"), ["one", "two", "ends", "pieces", "pieces_ends", "rank_pcfg", "nhmm", "n_pcfg"]
+    )
 
 
 @pytest.mark.parametrize("name", ["one", "ends", "pieces", "pieces_ends", "rank_pcfg", "nhmm"])

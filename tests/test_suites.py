@@ -11,24 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import lm_pcfg
 from command_line import lm_pcfg as command
 from flash_inside import Rules
 from hostile_json import ANYTHING, nearly
-from lm_pcfg.cli import app
-from lm_pcfg.corpus.pieces import PieceVocabulary, train_pieces
+from lm_pcfg.corpus.pieces import PieceVocabulary
 from lm_pcfg.corpus.suites.files import Pair, Spelling, read_suite
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.emission import Emission
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.inference.model import Model
 from lm_pcfg.inference.suites import evaluate_suites, read_suites
-from texts import write_config, write_text
+from small_runs import train_small_runs
 
 # BLiMP: phenomenon, paradigm, good, bad. The zebra and the zebu are one unknown word: a tie.
 PAIRS = [
@@ -81,23 +78,8 @@ def write_suites(folder: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of a few steps: two seeds, roots over nonterminals, pieces, a dense PCFG."""
-    folder = tmp_path_factory.mktemp("suites")
-    config = write_config(folder, training={"max_steps": 3})
-    text = write_text(folder / "pieces.txt", 200, seed=5).read_text().splitlines()
-    (folder / "pieces.model").write_bytes(train_pieces(text, kind="unigram", size=40).model)
-    dense = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key != "model"}
-    dense["model"] = {"family": "n_pcfg", "nonterminals": 3, "preterminals": 4, "dimension": 8}
-    (folder / "dense.yaml").write_text(json.dumps(dense))
-    variants = {
-        "one": [], "two": ["seed=1"], "nonterminals": ["model.root=nonterminals"],
-        "pieces": [f"data.sentencepiece={folder / 'pieces.model'}", "data.max_length=60"], "dense": [],
-    }  # fmt: skip
-    for name, changes in variants.items():
-        own = folder / "dense.yaml" if name == "dense" else config
-        result = CliRunner().invoke(app, ["train", "--config", str(own), f"name={name}", *changes])
-        assert result.exit_code == 0, result.output
-    return folder / "runs"
+    """Two seeds, roots over nonterminals, pieces, a dense PCFG."""
+    return train_small_runs(tmp_path_factory.mktemp("suites"), ["one", "two", "nonterminals", "pieces", "n_pcfg"])
 
 
 def suite_report(runs: Path, files: list[Path], *more: str, names: tuple[str, ...] = ("one",)) -> dict:
@@ -204,8 +186,8 @@ def test_metrics(runs, tmp_path):
 
 def test_a_dense_grammar_has_pairs_but_no_regions(runs, tmp_path):
     blimp, zorro, syntaxgym = write_suites(tmp_path)
-    assert suite_report(runs, [blimp, zorro], names=("dense",))["items"] == 10
-    result = command("suite", str(blimp), str(syntaxgym), "--checkpoint", str(runs / "dense"), cwd=runs)
+    assert suite_report(runs, [blimp, zorro], names=("n_pcfg",))["items"] == 10
+    result = command("suite", str(blimp), str(syntaxgym), "--checkpoint", str(runs / "n_pcfg"), cwd=runs)
     assert result.returncode == 1
     assert "family n_pcfg has no next-word probabilities" in result.stderr.decode()
 
