@@ -83,7 +83,7 @@ class Root:
 
 
 @dataclass
-class _Weights:
+class Weights:
     """[left; right] as ordinary linear-layer weights, in the storage type. Rules per sentence: [B, ...], sorted.
 
     Products with these are batched, one for each run of sentences of one length (packing.py).
@@ -95,7 +95,7 @@ class _Weights:
     compute: torch.dtype
 
     @classmethod
-    def of(cls, rules: Rules, layout: Layout, precision: Format) -> _Weights:
+    def of(cls, rules: Rules, layout: Layout, precision: Format) -> Weights:
         both = torch.cat((rules.left, rules.right), dim=-2).to(precision.storage)  # [2N, N+P]
         if rules.per_sentence:
             both = layout.sort(both)
@@ -106,10 +106,10 @@ class _Weights:
     def per_sentence(self) -> bool:
         return self.children.dim() == 3
 
-    def possible(self) -> _Weights:
+    def possible(self) -> Weights:
         """Return ones where a rule is possible, and zeros, in the compute type."""
         children, leaves = ((matrix > 0).to(self.compute) for matrix in (self.children, self.leaves))
-        return _Weights(children, leaves, self.layout, self.compute)
+        return Weights(children, leaves, self.layout, self.compute)
 
     def to_children(self, rows: Tensor, width: int, block: slice | None = None) -> Tensor:
         """[eta | zeta] = rows [left; right]^T of a width's spans, or of a block of them: [R, N or P] -> [R, 2N]."""
@@ -147,11 +147,11 @@ class _Weights:
         return layout.unsort(out)
 
 
-class _Chart:
+class Chart:
     """Forward pass. Rows are those of the layout; scales are fp64, because fp32 scales cap the accuracy at 1e-6."""
 
     def __init__(
-        self, weights: _Weights, emissions: Tensor, layout: Layout, precision: Format, limits: np.ndarray | None = None
+        self, weights: Weights, emissions: Tensor, layout: Layout, precision: Format, limits: np.ndarray | None = None
     ):
         self.weights, self.layout, self.precision = weights, layout, precision
         #: [rows] bool: spans that cross no bracket; None: all of them
@@ -235,7 +235,7 @@ def leaf_values(emissions: Tensor, leaf_word: Tensor, precision: Format) -> tupl
     return (rows - scale).exp().to(precision.storage), scale.squeeze(1).double()
 
 
-def _lost_rows(chart: _Chart, emissions: Tensor) -> Tensor:
+def _lost_rows(chart: Chart, emissions: Tensor) -> Tensor:
     """Find rows of eta or zeta that are all zero although the grammar can derive something there: bool [rows].
 
     Nothing above such a row has it in its splits, so no derivative shows the loss. What can be derived is found by
@@ -260,7 +260,7 @@ class _Derivatives(NamedTuple):
     posterior: Tensor  # [rows]
 
 
-def _derivatives(chart: _Chart, root: Root, top_rows: Tensor, top_sums: Tensor) -> _Derivatives:
+def _derivatives(chart: Chart, root: Root, top_rows: Tensor, top_sums: Tensor) -> _Derivatives:
     """Compute D for an incoming gradient of 1 a sentence, from the widest spans down.
 
     top_rows: [B] rows of whole sentences, top_sums: [B] fp64 root . beta~ (0 = no tree: no gradient).
@@ -307,8 +307,8 @@ class _ScaledInside(torch.autograd.Function):
         wide_root, one_word = Root.sorted(root, layout), root.shape[-1] > n
         nonterminals, preterminals = slice(0, n), slice(n, None)
         with matmul_precision(precision_name):
-            weights = _Weights.of(rules, layout, precision)
-            chart = _Chart(weights, emissions, layout, precision, limits)
+            weights = Weights.of(rules, layout, precision)
+            chart = Chart(weights, emissions, layout, precision, limits)
 
             # root . beta~ of every sorted sentence; the one-word ones are the last and use e~ and the preterminal part
             top_rows = torch.from_numpy(layout.tops()).to(device)  # [B]
@@ -372,7 +372,7 @@ class _ScaledInside(torch.autograd.Function):
         weighted = weighted.to(precision.storage)  # [rows, 2N]
 
         with matmul_precision(ctx.precision_name):
-            weights = _Weights.of(rules, layout, precision)
+            weights = Weights.of(rules, layout, precision)
             leaf_word = torch.from_numpy(layout.leaf_word).to(d_log_z.device)
             leaves, _ = leaf_values(emissions, leaf_word, precision)
             d_both = weights.counts(weighted, leaves, beta)  # [2N, N+P]

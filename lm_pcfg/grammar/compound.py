@@ -41,9 +41,6 @@ CHUNK = 0.1
 #: What `log_likelihood` estimates: the bound, log p(x, z) - log q(z | x) (an importance weight), or the KL term.
 Estimate = Literal["bound", "weight", "kl"]
 
-# Weights that are leaves of a micro-batch's graph are never one chunk of memory. They are small.
-warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
-
 
 # ---- q(z | x) -------------------------------------------------------------------------------------------------------
 
@@ -91,7 +88,12 @@ class Encoder(nn.Module):
         ids, _ = padded_ids(words, lengths)
         embedded = nn.functional.embedding(ids.T.to(self.embeddings.device, non_blocking=True), self.embeddings)
         packed = pack_padded_sequence(embedded, torch.tensor(lengths), enforce_sorted=False)
-        states, _ = pad_packed_sequence(self.states(packed)[0], padding_value=-math.inf)  # [longest, B, 2 dimension]
+        with (
+            warnings.catch_warnings()
+        ):  # weights of a micro-batch's graph are never one chunk of memory; they are small
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
+            found, _ = self.states(packed)
+        states, _ = pad_packed_sequence(found, padding_value=-math.inf)  # [longest, B, 2 dimension]
         mean, log_variance = self.moments(states.amax(0)).chunk(2, dim=1)
         return Posterior(mean, log_variance)
 

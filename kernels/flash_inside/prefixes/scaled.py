@@ -23,7 +23,7 @@ from flash_inside.precision import (
 from flash_inside.prefixes.chain import Chain, add_beginnings
 from flash_inside.prefixes.ending import LeftCorners
 from flash_inside.rules import Rules
-from flash_inside.scaled import _Chart, _Weights, leaf_values
+from flash_inside.scaled import Chart, Weights, leaf_values
 
 
 class Result(NamedTuple):
@@ -40,11 +40,11 @@ def prefix(
     return Result(*_ScaledPrefix.apply(*rules, *corners.tensors, emissions, Layout(lengths), precision, with_next))
 
 
-class _PrefixChart(_Chart):
+class _PrefixChart(Chart):
     """The chart with what prefixes ask of it, see chain.py."""
 
     def __init__(self, rules: Rules, emissions: Tensor, layout: Layout, precision: Format):
-        super().__init__(_Weights.of(rules, layout, precision), emissions, layout, precision)
+        super().__init__(Weights.of(rules, layout, precision), emissions, layout, precision)
         self.leaves, self.leaf_scale = leaf_values(emissions, self.leaf_word, precision)
         self.eta_scale = self.child_scale[:, 0]
 

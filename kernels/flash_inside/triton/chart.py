@@ -267,11 +267,11 @@ class Chart(ChartResults):
 
         root: [N] or [N+P] fp32, or [B, ...] of sorted sentences; emissions: [words, P] contiguous, caller's order
         """
-        self._inside(weights, root, emissions, layout, tables)
-        self._outside(weights, root, layout, tables)
+        self.inside(weights, root, emissions, layout, tables)
+        self.outside(weights, root, layout, tables)
         self._judge(root.shape[-1] > weights.n, layout, tables)
 
-    def _inside(self, weights: AnyWeights, root: Tensor, emissions: Tensor, layout: Layout, tables: Tables) -> None:
+    def inside(self, weights: AnyWeights, root: Tensor, emissions: Tensor, layout: Layout, tables: Tables) -> None:
         n, p, words, longest = weights.n, emissions.shape[1], layout.words, layout.longest
         precise, any_precise = self.precise, self.precise.words > 0
         kernels.leaf_kernel[(words,)](
@@ -329,7 +329,7 @@ class Chart(ChartResults):
             here.start, residual.start, count, count - precise_count, weights.n,
         )  # fmt: skip
 
-    def _outside(self, weights: AnyWeights, root: Tensor, layout: Layout, tables: Tables) -> None:
+    def outside(self, weights: AnyWeights, root: Tensor, layout: Layout, tables: Tables) -> None:
         """Compute derivatives for an incoming gradient of 1 a sentence, from the widest spans down."""
         n, words, longest, stride = weights.n, layout.words, layout.longest, root_stride(root)
         blocks = outside_blocks(n)

@@ -51,7 +51,7 @@ class _PrefixChart:
         place = ChartResults.allocate(layout, self.n, emissions.shape[1], self.precision.storage, allocate)
         self.chart = chart = Chart.around(place, layout, precise, allocate)
         self.weights, self.root = Weights(rules.left, rules.right, self.precision.storage), rules.root.float()
-        chart._inside(self.weights, self.root.contiguous(), emissions.float().contiguous(), layout, self.tables)
+        chart.inside(self.weights, self.root.contiguous(), emissions.float().contiguous(), layout, self.tables)
         self.leaf_word = self.tables.word_of_leaf
         self.leaves, self.beta, self.scale = chart.leaves, chart.beta, chart.scale
         self.eta_scale, self.leaf_scale = chart.scale, chart.scale[: layout.words]
