@@ -299,7 +299,7 @@ def test_what_cannot_be_compared_is_told(tmp_path):
         (folder / "vocab").mkdir(parents=True)
         (folder / "vocab" / "vocabulary.json").write_text(json.dumps({"sha256": vocabulary}))
         (folder / "config.yaml").write_text(f"data: {{valid: {valid}}}\nloss: {{normalise: {name}}}\n")
-        runs.append(Run(name, folder))
+        runs.append(Run(name, folder=folder))
     notes = comparison_notes(runs)
     assert "different vocabularies" in notes
     assert "different units of the loss" in notes

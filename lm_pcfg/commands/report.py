@@ -32,7 +32,7 @@ def report(
     as_json: Json = False,
     device: DeviceOption = "auto",
 ) -> None:
-    """Show figures and learning curves of runs, from their metrics.jsonl.
+    """Show figures and learning curves of runs, from their metrics.jsonl, and as a page what they have learned.
 
     The training perplexity is that of the last tenth of the steps.
     """

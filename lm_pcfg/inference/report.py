@@ -33,7 +33,6 @@ class Point:
 @dataclass
 class Run:
     name: str
-    folder: Path = Path()
     nonterminals: int | None = None
     epochs_planned: int | None = None
     finished: bool = False
@@ -44,6 +43,7 @@ class Run:
     words_per_second: list[float] = field(default_factory=list)
     train: list[Point] = field(default_factory=list)
     valid: list[Point] = field(default_factory=list)
+    folder: Path = Path()
 
     def best(self) -> Point | None:
         """The best evaluation, chosen as in training: the fewest impossible sentences, then the lowest perplexity."""
@@ -91,7 +91,8 @@ def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
         raise UserError(
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl; give one like runs/tiny"
         )
-    run = Run(name, folder, finished=(folder / "FINISHED").exists())
+    run = Run(name, finished=(folder / "FINISHED").exists())
+    run.folder = folder
     settings = _read_config(config, warn)
     run.nonterminals = _whole(settings, "model", "nonterminals")
     run.epochs_planned = _whole(settings, "training", "epochs")

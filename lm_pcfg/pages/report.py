@@ -68,7 +68,7 @@ def _curves(runs: Sequence[Run]) -> str:
     titles = {"Training loss": f"Training loss, {unit}"} if unit else {}
     panels = "".join(f"<div>{part(titles.get(title, title), drawn)}</div>\n" for title, drawn in pictures.items())
     about = "Perplexity: validation (solid) and training (dashed)."
-    return f'<ul class="plain legend">\n{legend}</ul>\n<div class="grid">\n{panels}</div>\n{paragraph(about, "faint")}'
+    return f'<ul class="plain legend">\n{legend}</ul>\n{paragraph(about, "faint")}<div class="grid">\n{panels}</div>\n'
 
 
 def _environments(runs: Sequence[Run]) -> str:
