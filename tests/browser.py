@@ -92,8 +92,14 @@ class Browser:
     def open(self, address: str) -> None:
         """Open a page and wait until all of it is there."""
         self.call("Page.navigate", url=address)
-        while self._next().get("method") != "Page.loadEventFired":
-            pass
+        self.wait_for("document.readyState == 'complete'")
+
+    def wait_for(self, script: str) -> None:
+        """Wait until a script says yes; meanwhile errors are noted."""
+        limit = time.monotonic() + SECONDS
+        while not self.value(script):
+            assert time.monotonic() < limit, f"not within {SECONDS:g} s: {script}"
+            time.sleep(0.02)
 
     def look(self, width: int, height: int = 844, scheme: str = "light") -> None:
         """Take a screen of this size, light or dark."""

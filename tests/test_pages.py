@@ -346,6 +346,7 @@ def test_a_browser_shows_it_on_any_screen_without_an_error(runs, tmp_path):
         assert set(browser.requests) == {file.as_uri()}
         file.write_text(page("x", "", script="document.title = 'ran'") + f"{SCRIPT}<img src=http://127.0.0.1/x>")
         browser.open(file.as_uri())
-        assert browser.value("document.title") == "ran"
+        browser.wait_for("document.title == 'ran'")
+        browser.wait_for("new Promise(done => setTimeout(() => done(true), 200))")
         assert len(browser.errors) >= 2  # the policy forbids the script and the picture that are not the page's own
         assert not any("dialogue" in error for error in browser.errors)

@@ -58,7 +58,8 @@ def heat_map(
         for first in range(count - length + 1)
     )
     parts = [f'<path class="chart" d="{chart}"/>']
-    edged, cells = [], []
+    edged: list[str] = []
+    cells: list[str] = []
     for first in range(count):
         for end in range(first + 2, count + 1):
             posterior = min(1.0, float(posteriors[first][end]))
