@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from itertools import pairwise
+from typing import NamedTuple
 
 from lm_pcfg.inference.report import Point, Run
 
@@ -18,6 +20,7 @@ GRID = "#dddddd"
 RUN_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"]
 PANEL_WIDTH, PANEL_HEIGHT, TOP, GAP = 430, 320, 44, 60  # of a panel; above it; left of it
 MOST_ABOVE_LOWEST = 4.0  # the beginning, far above the rest, is cut off: it would leave no room for the differences
+MOST_POINTS, MOST_DOTS = 600, 120  # of a curve
 # ---- bars
 BARS_WIDTH = 900
 PART_COLOURS = {"networks": "#0072b2", "emission": "#56b4e9", "inside": "#e69f00", "backward": "#009e73",
@@ -25,59 +28,189 @@ PART_COLOURS = {"networks": "#0072b2", "emission": "#56b4e9", "inside": "#e69f00
 METHOD_COLOURS = {"triton": "#0072b2", "torch": "#56b4e9", "log-einsum-exp": "#e69f00", "log-sum-exp": "#999999"}
 
 
+class Curve(NamedTuple):
+    """A line of a plot: its places, from left to right."""
+
+    points: Sequence[tuple[float, float]]
+    colour: str
+    style: str = 'stroke-width="2"'
+    dots: bool = False  # where it is not crowded
+
+
+class Panel(NamedTuple):
+    """Where a plot stands in its picture, in pixels."""
+
+    left: int
+    width: int = PANEL_WIDTH
+    height: int = PANEL_HEIGHT
+    top: int = TOP
+
+
+PAGE_PANEL = Panel(left=46, width=330, height=220, top=8)
+TRAINING = 'stroke-dasharray="4 2" opacity="0.5"'  # of a curve
+#: In a page the plots take its colours.
+PAGE_STYLE = f"""
+.plot {{ width: 100%; max-width: 32rem; font: 12px sans-serif; }}
+.plot text {{ fill: currentColor; }}
+.plot [stroke-dasharray] {{ opacity: .7; }}
+.plot [stroke="{GRID}"] {{ stroke: var(--line); }}
+.plot [stroke="#000000"] {{ stroke: currentColor; }}
+.plot [fill="#000000"] {{ fill: currentColor; }}
+"""
+
+
 def draw_curves(runs: Sequence[Run], reach: float | None = None) -> str:
     """Draw validation (solid, dots) and training (dashed) perplexity of all runs, and a line at `reach`."""
-    points = [point for run in runs for point in (*run.train, *run.valid)]
-    values = [point.perplexity for point in points if _is_finite(point)]
-    values += [reach] if reach is not None else []
-    low = min(values, default=1.0) * 0.97
-    high = max(low * 1.1, min(max(values, default=10.0) * 1.03, low * MOST_ABOVE_LOWEST))
-
-    def y(perplexity: float) -> float:
-        return TOP + PANEL_HEIGHT * (1 - math.log(perplexity / low) / math.log(high / low))
-
-    def panel(left: int, title: str, across: Callable[[Point], float]) -> list[str]:
-        end = max(map(across, points), default=0.0) or 1.0
-
-        def x(value: float) -> float:
-            return left + PANEL_WIDTH * value / end
-
-        bottom, clip = TOP + PANEL_HEIGHT, f"panel{left}"
-        area = f'<rect x="{left}" y="{TOP}" width="{PANEL_WIDTH + 4}" height="{PANEL_HEIGHT}"/>'
-        parts = [f'<clipPath id="{clip}">{area}</clipPath>']
-        for tick in _ticks(end):
-            parts.append(_line([(x(tick), TOP), (x(tick), bottom)], GRID))
-            parts.append(_text(x(tick), bottom + 16, f"{tick:,g}", "middle"))
-        for tick in _logarithmic_ticks(low, high):
-            parts.append(_line([(left, y(tick)), (left + PANEL_WIDTH, y(tick))], GRID))
-            parts.append(_text(left - 6, y(tick) + 4, f"{tick:g}", "end"))
-        parts.append(f'<g clip-path="url(#{clip})" fill="none">')
-        if reach is not None:
-            parts.append(_line([(left, y(reach)), (left + PANEL_WIDTH, y(reach))], "#000000", 'stroke-dasharray="2 3"'))
-        for number, run in enumerate(runs):
-            colour = _colour(number)
-            for curve, style in ((run.train, 'stroke-dasharray="4 2" opacity="0.5"'), (run.valid, 'stroke-width="2"')):
-                places = [(x(across(point)), y(point.perplexity)) for point in curve if _is_finite(point)]
-                parts += [_line(places, colour, style)] if places else []
-                if curve is run.valid:
-                    parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in places]
-        return [*parts, "</g>", _text(left + PANEL_WIDTH / 2, bottom + 34, title, "middle")]
-
-    longest = max((point.seconds for point in points), default=0.0)
-    unit, seconds = ("minutes", 60.0) if longest >= 120 else ("seconds", 1.0)
-    parts = [
-        _text(8, 18, "Perplexity: validation (solid) and training (dashed)"),
-        *panel(GAP, f"training time, {unit}", lambda point: point.seconds / seconds),
-        *panel(PANEL_WIDTH + 2 * GAP, "steps", lambda point: point.step),
-    ]
+    unit, seconds = time_unit(runs)
+    low, high = _perplexities(runs, reach)
+    panels = []
+    for left, title, across in (
+        (GAP, f"training time, {unit}", lambda point: point.seconds / seconds),
+        (PANEL_WIDTH + 2 * GAP, "steps", lambda point: point.step),
+    ):
+        end = _end(runs, across)
+        panels += _panel(Panel(left), perplexity_curves(runs, across), title, end, low, high, True, reach)
+    parts = [_text(8, 18, "Perplexity: validation (solid) and training (dashed)"), *panels]
     bottom = TOP + PANEL_HEIGHT + 60
     for number, run in enumerate(runs):
-        best = run.best()
-        label = f"{run.name}: {best.perplexity:.2f} at step {best.step:,}" if best else f"{run.name}: no evaluation"
-        parts.append(_line([(GAP, bottom - 4), (GAP + 24, bottom - 4)], _colour(number), 'stroke-width="3"'))
-        parts.append(_text(GAP + 32, bottom, label))
+        parts.append(_line([(GAP, bottom - 4), (GAP + 24, bottom - 4)], run_colour(number), 'stroke-width="3"'))
+        parts.append(_text(GAP + 32, bottom, run_label(run)))
         bottom += 18
     return _picture(2 * (PANEL_WIDTH + GAP) + 20, bottom, parts)
+
+
+def page_panels(runs: Sequence[Run]) -> dict[str, str]:
+    """Draw the learning curves for a page, in its colours (PAGE_STYLE): a small picture each, by title."""
+    unit, seconds = time_unit(runs)
+
+    def by_step(point: Point) -> float:
+        return point.step
+
+    def by_time(point: Point) -> float:
+        return point.seconds / seconds
+
+    losses = [
+        Curve([(point.step, point.loss) for point in run.train if point.loss is not None], run_colour(number))
+        for number, run in enumerate(runs)
+    ]
+    s_f1 = [
+        Curve(
+            [(point.step, point.s_f1) for point in run.valid if point.s_f1 is not None], run_colour(number), dots=True
+        )
+        for number, run in enumerate(runs)
+    ]
+    logarithmic = (*_perplexities(runs, None), True)
+    plots = {
+        "Training loss": (losses, "steps", _end(runs, by_step), *_linear_range(losses), False),
+        "Perplexity": (perplexity_curves(runs, by_step), "steps", _end(runs, by_step), *logarithmic),
+        "Perplexity over time":
+            (perplexity_curves(runs, by_time), f"training time, {unit}", _end(runs, by_time), *logarithmic),
+        "S-F1": (s_f1, "steps", _end(runs, by_step), *_linear_range(s_f1), False),
+    }  # fmt: skip
+    width, height = PAGE_PANEL.left + PAGE_PANEL.width + 14, PAGE_PANEL.top + PAGE_PANEL.height + 42
+    pictures: dict[str, str] = {}
+    for title, plot in plots.items():
+        if any(curve.points for curve in plot[0]):
+            parts = "\n".join(_panel(PAGE_PANEL, *plot, clip=f"plot{len(pictures)}"))
+            begin = f'<svg class="plot" viewBox="0 0 {width} {height}" role="img" aria-label="{title}">'
+            pictures[title] = f"{begin}\n{parts}\n</svg>"
+    return pictures
+
+
+def perplexity_curves(runs: Sequence[Run], across: Callable[[Point], float]) -> list[Curve]:
+    """The training and the validation perplexity of every run, over steps or time."""
+    curves = []
+    for number, run in enumerate(runs):
+        train, valid = (
+            [(across(point), point.perplexity) for point in points if _is_finite(point)]
+            for points in (run.train, run.valid)
+        )
+        curves += [Curve(train, run_colour(number), TRAINING), Curve(valid, run_colour(number), dots=True)]
+    return curves
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """Return at most so many points: of each stretch of a long curve the lowest and the highest, so no peak is lost."""
+    if len(points) <= most:
+        return list(points)
+    kept = {0, len(points) - 1}
+    bounds = [round(part * len(points) / (most // 2 - 1)) for part in range(most // 2)]
+    for first, end in pairwise(bounds):
+        stretch = range(first, end)
+        kept |= {min(stretch, key=lambda place: points[place][1]), max(stretch, key=lambda place: points[place][1])}
+    return [points[place] for place in sorted(kept)]
+
+
+def run_label(run: Run) -> str:
+    """A run and its best evaluation, in words."""
+    best = run.best()
+    return f"{run.name}: {best.perplexity:.2f} at step {best.step:,}" if best else f"{run.name}: no evaluation"
+
+
+def run_colour(number: int) -> str:
+    return RUN_COLOURS[number % len(RUN_COLOURS)]
+
+
+def time_unit(runs: Sequence[Run]) -> tuple[str, float]:
+    """What training times are shown in, and its seconds."""
+    longest = _end(runs, lambda point: point.seconds)
+    return ("minutes", 60.0) if longest >= 120 else ("seconds", 1.0)
+
+
+def _panel(
+    panel: Panel, curves: Sequence[Curve], title: str, end: float, low: float, high: float, logarithmic: bool,
+    reach: float | None = None, clip: str = "",
+) -> list[str]:  # fmt: skip
+    """Draw curves between 0 and end, low and high, with their axes, and a line at `reach`."""
+    left, width, height, top = panel
+    bottom, clip = top + height, clip or f"panel{left}"
+
+    def x(value: float) -> float:
+        return left + width * value / end
+
+    def y(value: float) -> float:
+        share = math.log(value / low) / math.log(high / low) if logarithmic else (value - low) / (high - low)
+        return top + height * (1 - share)
+
+    area = f'<rect x="{left}" y="{top}" width="{width + 4}" height="{height}"/>'
+    parts = [f'<clipPath id="{clip}">{area}</clipPath>']
+    for tick in _ticks(end, most=max(2, width // 53)):
+        parts.append(_line([(x(tick), top), (x(tick), bottom)], GRID))
+        parts.append(_text(x(tick), bottom + 16, f"{tick:,g}", "middle"))
+    for tick in _logarithmic_ticks(low, high) if logarithmic else _ticks_between(low, high):
+        parts.append(_line([(left, y(tick)), (left + width, y(tick))], GRID))
+        parts.append(_text(left - 6, y(tick) + 4, f"{tick:g}", "end"))
+    parts.append(f'<g clip-path="url(#{clip})" fill="none">')
+    if reach is not None:
+        parts.append(_line([(left, y(reach)), (left + width, y(reach))], "#000000", 'stroke-dasharray="2 3"'))
+    for points, colour, style, dots in curves:
+        places = [(x(across), y(value)) for across, value in thinned(points)]
+        parts += [_line(places, colour, style)] if places else []
+        if dots and len(places) <= MOST_DOTS:
+            parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in places]
+    return [*parts, "</g>", _text(left + width / 2, bottom + 34, title, "middle")]
+
+
+def _end(runs: Sequence[Run], across: Callable[[Point], float]) -> float:
+    """Where the longest run ends."""
+    return max((across(point) for run in runs for point in (*run.train, *run.valid)), default=0.0) or 1.0
+
+
+def _perplexities(runs: Sequence[Run], reach: float | None) -> tuple[float, float]:
+    """From where to where perplexities are shown."""
+    values = [point.perplexity for run in runs for point in (*run.train, *run.valid) if _is_finite(point)]
+    values += [reach] if reach is not None else []
+    low = min(values, default=1.0) * 0.97
+    return low, max(low * 1.1, min(max(values, default=10.0) * 1.03, low * MOST_ABOVE_LOWEST))
+
+
+def _linear_range(curves: Sequence[Curve]) -> tuple[float, float]:
+    values = [value for curve in curves for _, value in curve.points] or [0.0, 1.0]
+    low, high = min(values), max(values)
+    if low > 0:
+        high = min(high, low * MOST_ABOVE_LOWEST)
+    room = 0.04 * (high - low) or 0.05 * abs(low) or 1.0
+    return low - room, high + room
 
 
 def draw_steps(rows: Sequence[Row]) -> str:
@@ -154,10 +287,6 @@ def _line(points: Sequence[tuple[float, float]], colour: str, style: str = "") -
     return f'<path d="M{path}" stroke="{colour}"{" " * bool(style)}{style}/>'
 
 
-def _colour(number: int) -> str:
-    return RUN_COLOURS[number % len(RUN_COLOURS)]
-
-
 def _number(row: Row, field: str) -> float:
     return float(str(row[field]))
 
@@ -171,11 +300,22 @@ def _is_finite(point: Point) -> bool:
     return 0 < point.perplexity < math.inf
 
 
-def _ticks(end: float) -> list[float]:
-    """Return some round numbers from 0 to end, eight steps at most."""
-    power = 10.0 ** math.floor(math.log10(end / 8))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * 8 >= end * 0.999)
+def _ticks(end: float, most: int = 8) -> list[float]:
+    """Return some round numbers from 0 to end, so many steps at most."""
+    step = _round_step(end, most)
     return [step * number for number in range(int(end / step * 1.001) + 1)]
+
+
+def _ticks_between(low: float, high: float) -> list[float]:
+    """Return some round numbers from low to high."""
+    step = _round_step(high - low, 6)
+    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _round_step(length: float, most: int) -> float:
+    """1, 2 or 5 times a power of ten, so that at most so many steps have this length."""
+    power = 10.0 ** math.floor(math.log10(length / most))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= length * 0.999)
 
 
 def _logarithmic_ticks(low: float, high: float) -> list[float]:

@@ -26,6 +26,8 @@ class Point:
     perplexity: float
     impossible: int = 0  # sentences of probability 0, which no sum contains
     words: float = 0.0  # in training: how many words the perplexity is over; 0: unknown
+    loss: float | None = None  # in training, as it is minimised
+    s_f1: float | None = None  # in validation with gold trees, in percent
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Run:
     words_per_second: list[float] = field(default_factory=list)
     train: list[Point] = field(default_factory=list)
     valid: list[Point] = field(default_factory=list)
+    folder: Path = Path()
 
     def best(self) -> Point | None:
         """The best evaluation, chosen as in training: the fewest impossible sentences, then the lowest perplexity."""
@@ -89,6 +92,7 @@ def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl; give one like runs/tiny"
         )
     run = Run(name, finished=(folder / "FINISHED").exists())
+    run.folder = folder
     settings = _read_config(config, warn)
     run.nonterminals = _whole(settings, "model", "nonterminals")
     run.epochs_planned = _whole(settings, "training", "epochs")
@@ -139,10 +143,11 @@ def _add(run: Run, line: dict[str, Any], previous: dict[str, Any] | None) -> Non
         run.words_per_second.append(speed)
     if (perplexity := _number(line, "train/ppl")) is not None:
         words = (speed or 0.0) * max(passed or 0.0, 0.0)
-        run.train.append(Point(run.steps, run.seconds, perplexity, words=words))
+        run.train.append(Point(run.steps, run.seconds, perplexity, words=words, loss=_number(line, "train/loss")))
     if isinstance(line.get("valid/ppl"), int | float):
         impossible = int(_number(line, "valid/impossible") or 0)
-        run.valid.append(Point(run.steps, run.seconds, float(line["valid/ppl"]), impossible))
+        s_f1 = _number(line, "valid/s_f1")
+        run.valid.append(Point(run.steps, run.seconds, float(line["valid/ppl"]), impossible, s_f1=s_f1))
 
 
 def _is_of_training(line: dict[str, Any]) -> bool:
@@ -184,8 +189,8 @@ def summary(run: Run, reach: float | None = None) -> dict[str, Any]:
     return line
 
 
-def table(lines: Sequence[dict[str, Any]]) -> str:
-    """The summaries of runs as a table for people, one line for each run."""
+def cells(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The summaries of runs for people: the names of the columns, and a row for each run."""
 
     def shown(line: dict[str, Any], name: str, form: str) -> str:
         return "-" if line[name] is None else format(line[name], form)
@@ -204,7 +209,13 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     }
     if lines and "reach" in lines[0]:
         columns[f"s to {lines[0]['reach']:g}"] = lambda line: shown(line, "reached_seconds", ",.1f")
-    rows = [list(columns), *([show(line) for show in columns.values()] for line in lines)]
+    return list(columns), [[show(line) for show in columns.values()] for line in lines]
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """The summaries of runs as a table, one line for each run."""
+    columns, rows = cells(lines)
+    rows = [columns, *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
     padded = [
         [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]

@@ -245,6 +245,11 @@ class RunFolder:
     def remember_tracking_id(self, run_id: str) -> None:
         replace_file(self.path / "mlflow_run_id", f"{run_id}\n".encode())
 
+    def remember_environment(self, environment: str) -> None:
+        """environment: what the run runs on, as JSON"""
+        with self.writing():
+            replace_file(self.path / "environment.json", environment.encode())
+
     def mark_finished(self, finished: bool, reason: str) -> None:
         if finished:
             with self.writing():

@@ -26,7 +26,7 @@ from lm_pcfg.storage.run_folder import RunFolder, Start, claim_start
 from lm_pcfg.storage.saving import Saver, load_fitting, tidy
 from lm_pcfg.training.documents import documents, open_vocabulary
 from lm_pcfg.training.evaluation import evaluate, is_due
-from lm_pcfg.training.mlflow_run import Status
+from lm_pcfg.training.mlflow_run import Status, environment_json
 from lm_pcfg.training.position import Window
 from lm_pcfg.training.signals import StopFlag, StopSignals
 from lm_pcfg.training.steps import Steps
@@ -145,6 +145,7 @@ class Trainer:
                 self.metrics.truncate_after(self.position.step, self._continued.get("metrics"))
             elif (beside := self.metrics.set_aside()) is not None:
                 say(f"{self.folder.path} was stopped before its first checkpoint: its metrics are now {beside.name}")
+        self.folder.remember_environment(environment_json())
         say(opening.describe("train", self.corpora.train))
         if isinstance(self.corpora.train, Sentences) and self.corpora.train.limits is not None:
             say(brackets.describe(self.corpora.train, self.settings.data))

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -277,23 +278,37 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def environment_artifacts() -> dict[str, str]:
     """What the run ran on: environment.json and pip-list.txt."""
     versions = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name}
+    pip_list = "".join(f"{name}=={versions[name]}\n" for name in sorted(versions, key=str.lower))
+    return {"environment.json": environment_json(), "pip-list.txt": pip_list}
+
+
+def environment_json() -> str:
+    """What this process runs on."""
     environment: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hostname": socket.gethostname(),
         "command": sys.argv,
         "git_commit": _git_commit(Path(__file__).parent),
-        "packages": {name: versions.get(name) for name in _PACKAGES},
+        "packages": {name: _version(name) for name in _PACKAGES},
         "gpus": [],
     }
     torch = sys.modules.get("torch")  # a training has imported it; others need not wait for it
     if torch is not None:
         environment["cuda"] = torch.version.cuda
         environment["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    pip_list = "".join(f"{name}=={versions[name]}\n" for name in sorted(versions, key=str.lower))
-    return {"environment.json": json.dumps(environment, indent=2) + "\n", "pip-list.txt": pip_list}
+    return json.dumps(environment, indent=2) + "\n"
 
 
+@cache
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
 def _git_commit(folder: Path) -> str | None:
     """The commit this source was checked out from, with `+changes` where it was edited; None outside a repository."""
 

@@ -13,9 +13,18 @@ STYLE = """
 table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .6rem; border-top: 1px solid var(--line); }
 td.figure { text-align: right; font-variant-numeric: tabular-nums; }
+.symbols th, .symbols td.figure { white-space: nowrap; }
 small { color: var(--faint); margin-right: .5em; }
 a { color: inherit; }
 tr:target { background: var(--mark); }
+@media (max-width: 40rem) { /* a phone: a symbol is a block of lines, not a row */
+  .symbols thead { display: none; }
+  .symbols tr { display: block; padding: .4rem 0; border-top: 1px solid var(--line); }
+  .symbols th, .symbols td, .symbols td.figure { display: block; text-align: left; border: 0; padding: .05rem 0; }
+  .symbols td { overflow-wrap: anywhere; }
+  .symbols td.figure { display: inline-block; margin-right: 1em; }
+  .symbols td::before { content: attr(data-name) " "; color: var(--faint); }
+}
 """
 HEADER = "nats: the entropy; effective: exp(entropy), so many equally probable ones would be as varied."
 
@@ -110,34 +119,38 @@ def _line(what: str, choices: Choices, width: int) -> str:
 
 def symbols_page(table: SymbolTable, title: str) -> str:
     """Both tables as one HTML page, which needs no script and nothing besides itself. Listed children are links."""
-    return "".join(_page(table, title))
+    return "".join([page_begin(title, STYLE), *symbols_html(table), PAGE_END])
 
 
-def _page(table: SymbolTable, title: str) -> Iterator[str]:
+def symbols_html(table: SymbolTable, heading: str = "h2", prefix: str = "") -> Iterator[str]:
+    """Both tables as parts of a page with STYLE. heading: of each; prefix: of the ids that links lead to."""
     sections = _sections(table)
     linked = {row.name for section in sections for row in section.rows}
-    yield page_begin(title, STYLE)
     yield f"<p>{escape(_about(table))} {escape(HEADER)}</p>\n"
     for name, summary, rows in sections:
         columns = ["symbol", "uses", "share", *(["root"] if rows and rows[0].root else [])]
         columns += rows[0].choices if rows else []
         head = "".join(f"<th>{column}</th>" for column in columns)
-        yield f"<h2>{name}</h2>\n<p>{escape(summary)}.</p>\n<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n"
-        symbols_are_linked = name == "Nonterminals"
+        yield f"<{heading}>{name}</{heading}>\n<p>{escape(summary)}.</p>\n"
+        yield f'<table class="symbols">\n<thead><tr>{head}</tr></thead>\n<tbody>\n'
+        links = linked if name == "Nonterminals" else set()
         for row in rows:
             figures = [row.uses, row.share, *([row.root] if row.root else [])]
-            cells = [f"<th>{row.name}</th>", *(f'<td class="figure">{figure}</td>' for figure in figures)]
-            cells += [_cell(choices, linked if symbols_are_linked else set()) for choices in row.choices.values()]
-            yield f'<tr id="{row.name}">{"".join(cells)}</tr>\n'
+            cells = [f"<th>{row.name}</th>"]
+            cells += [
+                f'<td class="figure" data-name="{column}">{figure}</td>'
+                for column, figure in zip(columns[1:], figures, strict=False)
+            ]
+            cells += [_cell(what, choices, links, prefix) for what, choices in row.choices.items()]
+            yield f'<tr id="{prefix}{row.name}">{"".join(cells)}</tr>\n'
         yield "</tbody>\n</table>\n"
-    yield PAGE_END
 
 
-def _cell(choices: Choices, linked: set[str]) -> str:
+def _cell(what: str, choices: Choices, linked: set[str], prefix: str) -> str:
     entries = []
     for choice in choices.likeliest:
         text = escape(shown(choice.name))
-        text = f'<a href="#{text}">{text}</a>' if choice.name in linked else f"<bdi>{text}</bdi>"
+        text = f'<a href="#{prefix}{text}">{text}</a>' if choice.name in linked else f"<bdi>{text}</bdi>"
         entries.append(f"{text} <small>{choice.probability:.3f}</small>")
     figures = f"<small>{choices.entropy:.2f} nats, effective {choices.effective:,.1f}</small>"
-    return f"<td>{figures}<br>{' '.join(entries)}</td>"
+    return f'<td data-name="{what}">{figures}<br>{" ".join(entries)}</td>'

@@ -75,7 +75,7 @@ def _is_harmful(letter: str) -> bool:
     return turns_writing or letter in "\ufffe\uffff" or unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp")
 
 
-def _runs_to_the_left(text: str) -> bool:
+def runs_to_the_left(text: str) -> bool:
     """Whether the first letter that has a direction has that of Hebrew or Arabic."""
     directions = (unicodedata.bidirectional(letter) for letter in text)
     return next((direction for direction in directions if direction in ("L", "R", "AL")), "L") != "L"
@@ -178,14 +178,15 @@ def as_svg(tree: Tree, title: str | None = None) -> str:
 
     A phrase stands one level above the highest of its children. Sentences of Hebrew or Arabic begin on the right.
     """
-    return _picture(tree, title, PICTURE_STYLE)
+    return picture(tree, title, PICTURE_STYLE)
 
 
-def _picture(tree: Tree, title: str | None, style: str = "") -> str:
+def picture(tree: Tree, title: str | None = None, style: str = "") -> str:
+    """Draw the same as a part of a page, whose colours it takes, unless it gets a style of its own."""
     drawn = _Drawn.of(tree)
     xs, width = _word_places(drawn)
     node_xs, heights = _node_places(drawn, xs)
-    if 2 * sum(map(_runs_to_the_left, drawn.words)) > len(xs):  # most of the words
+    if 2 * sum(map(runs_to_the_left, drawn.words)) > len(xs):  # most of the words
         xs, node_xs = ([width - x for x in places] for places in (xs, node_xs))
     highest = max(heights, default=0)
     level = min(HIGHEST_LEVEL, max(LOWEST_LEVEL, ALL_LEVELS / max(highest, 1)))
@@ -258,7 +259,7 @@ def _edges(
 
 def _label(kind: str, x: float, y: float, text: str, size: int) -> str:
     place = f'x="{x:.1f}" y="{y + 0.35 * size:.1f}" text-anchor="middle"'
-    direction = ' direction="rtl"' if _runs_to_the_left(text) else ""
+    direction = ' direction="rtl"' if runs_to_the_left(text) else ""
     return f'<text class="{kind}" {place} font-size="{size}"{direction}>{escape(text)}</text>'
 
 
@@ -277,18 +278,21 @@ def html_page(trees: Iterable[Tree | None], title: str) -> Iterator[str]:
             is_open = " open" if number <= OPEN_AT_FIRST else ""
             yield (
                 f'<details{is_open} id="{number}"><summary><b>{number}</b><bdi>{sentence}</bdi></summary>'
-                f'<div class="tree">\n{_picture(tree, None)}</div></details>\n'
+                f'<div class="tree">\n{picture(tree)}</div></details>\n'
             )
     yield PAGE_END
 
 
-def page_begin(title: str, style: str = "") -> str:
-    """The beginning of a page for light and dark screens, down to its heading; it ends with PAGE_END."""
+def page_begin(title: str, style: str = "", head: str = "") -> str:
+    """The beginning of a page for light and dark screens, down to its heading; it ends with PAGE_END.
+
+    head: more of the page's head, as HTML
+    """
     name = escape(shown(title))
     return (
         '<!DOCTYPE html>\n<html>\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{name}</title>\n<style>{PAGE_STYLE}{style}</style>\n</head>\n<body>\n<h1>{name}</h1>\n"
+        f"{head}<title>{name}</title>\n<style>{PAGE_STYLE}{style}</style>\n</head>\n<body>\n<h1>{name}</h1>\n"
     )
 
 
@@ -300,9 +304,9 @@ def svg_stack(trees: Iterable[Tree | None], title: str) -> str:
         if len(pictures) == MOST_IN_ONE_PICTURE:
             raise UserError(f"more than {MOST_IN_ONE_PICTURE:,} trees are too many for one picture; use --format html")
         if tree is not None:
-            picture = _picture(tree, None)
-            across, down = (int(size) for size in _SIZE.findall(picture)[0])
-            pictures.append(picture.replace("<svg ", f'<svg y="{height}" ', 1))
+            one = picture(tree)
+            across, down = (int(size) for size in _SIZE.findall(one)[0])
+            pictures.append(one.replace("<svg ", f'<svg y="{height}" ', 1))
             width, height = max(width, across), height + down
     begin = f'<svg xmlns="{SVG}" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
     return "\n".join([begin, f"<title>{escape(shown(title))}</title>", PICTURE_STYLE, *pictures, "</svg>\n"])
