@@ -65,7 +65,7 @@ class Answers:
         """Natural log-probabilities of lines."""
         self.check(request.lines)
         scores = self.model.score(request.lines)
-        return {"log_probabilities": [_finite(value) for value in scores.tolist()], "unknown": self._unknown(request)}
+        return {"log_probabilities": [finite(value) for value in scores.tolist()], "unknown": self._unknown(request)}
 
     def parse(self, request: ParseRequest) -> dict[str, Any]:
         """Trees of lines; one without words where the grammar has none."""
@@ -78,7 +78,7 @@ class Answers:
         found = self.model.surprisal(request.lines)
         return {
             "surprisals": [
-                one and {"words": one.words, "bits": [_finite(b) for b in one.bits.tolist()], "end": _finite(one.end)}
+                one and {"words": one.words, "bits": [finite(b) for b in one.bits.tolist()], "end": finite(one.end)}
                 for one in found
             ]
         }
@@ -128,6 +128,7 @@ class Answers:
 
 def alternatives(model: Model, line: str) -> list[tuple[float, Tree]]:
     """Return the shapes of trees that are drawn most often for a line, with their shares of the draws."""
+    model.check_trees()
     (drawn,) = model.sample_trees([line], DRAWS_OF_TREES)
     shapes = Counter(tuple((first, end) for first, end, _ in one.tree.nodes if end - first > 1) for one in drawn)
     words = tuple(line.split())
@@ -142,5 +143,6 @@ def _tree(tree: Tree) -> dict[str, Any]:
     return {"words": tree.words, "tags": tree.tags, "nodes": tree.nodes, "bracket": bracket}
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """Return the number, or None, which is null in JSON, if it is not finite."""
     return value if math.isfinite(value) else None

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import HTTPException, RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lm_pcfg.errors import UserError
@@ -27,10 +27,8 @@ from lm_pcfg.serving.worker import Busy, Worker
 MOST_BYTES = 1 << 20  # of a request
 SECONDS_FOR_A_BODY = 20.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-#: What a browser may do with our pages: their own style, script and requests, nothing from elsewhere.
-HEADERS = {
-    b"content-security-policy": b"default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; connect-src 'self'; "
-    b"img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+HEADERS = {  # what a browser may load is in the pages themselves
+    b"content-security-policy": b"frame-ancestors 'none'",
     b"x-content-type-options": b"nosniff",
     b"referrer-policy": b"no-referrer",
     b"cache-control": b"no-store",
@@ -39,7 +37,9 @@ HEADERS = {
 Asked = TypeVar("Asked")
 
 
-def make_app(model: Model, *, hosts: tuple[str, ...] = LOOPBACK, most_words: int = 200, most_waiting: int = 16) -> ASGIApp:
+def make_app(
+    model: Model, *, hosts: tuple[str, ...] = LOOPBACK, most_words: int = 200, most_waiting: int = 16
+) -> ASGIApp:
     """Make the service of a model.
 
     hosts         names in the Host header that are answered; "*" among them: any
@@ -60,8 +60,7 @@ def make_app(model: Model, *, hosts: tuple[str, ...] = LOOPBACK, most_words: int
 
     @app.post("/score")
     async def score(asked: Annotated[LinesRequest, Body()]) -> dict[str, Any]:
-        """Natural log-probabilities of lines (null: the grammar cannot generate it, or the line is blank), and how many
-        words of each line the vocabulary does not have."""
+        """Natural log-probabilities of lines (null: impossible or blank), and how many words of each are unknown."""
         return await computed(answers.score, asked)
 
     @app.post("/parse")
@@ -103,10 +102,6 @@ def make_app(model: Model, *, hosts: tuple[str, ...] = LOOPBACK, most_words: int
     async def first_page() -> HTMLResponse:
         return HTMLResponse(page.first_page(answers.about()))
 
-    @app.get("/page.js", include_in_schema=False)
-    async def script() -> PlainTextResponse:
-        return PlainTextResponse(page.script(), media_type="text/javascript")
-
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
         return HTMLResponse(page.api_page(app.openapi()))
@@ -116,7 +111,7 @@ def make_app(model: Model, *, hosts: tuple[str, ...] = LOOPBACK, most_words: int
     app.add_exception_handler(Busy, _busy)
     for kind in (MemoryError, torch.OutOfMemoryError):
         app.add_exception_handler(kind, _too_long)
-    return Guard(app, hosts)
+    return Guard(app, hosts, worker)
 
 
 def _problem(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -136,7 +131,11 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
 
 async def _busy(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Busy)
-    return _problem(429, str(error), {"Retry-After": str(error.seconds)})
+    return _later(error)
+
+
+def _later(busy: Busy) -> JSONResponse:
+    return _problem(429, str(busy), {"Retry-After": str(busy.seconds)})
 
 
 async def _too_long(_: Request, __: Exception) -> JSONResponse:
@@ -144,10 +143,13 @@ async def _too_long(_: Request, __: Exception) -> JSONResponse:
 
 
 class Guard:
-    """Looks at every request before the service does: its Host header, its size, and how long it takes to arrive."""
+    """Looks at every request before the service does: its Host header, its size, and how long it takes to arrive.
 
-    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]):
-        self.app, self.hosts = app, {host.lower() for host in hosts}
+    What could not be queued is refused here, before it is read: so a crowd of requests costs little.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...], worker: Worker):
+        self.app, self.hosts, self.worker = app, {host.lower() for host in hosts}, worker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -170,8 +172,13 @@ class Guard:
         elif not length.isdigit() or int(length[:20]) > MOST_BYTES:
             problem = _problem(413, f"a request has at most {MOST_BYTES:,} bytes")
         else:
-            await self.app(scope, bounded(receive), send_with_headers)
-            return
+            try:
+                if scope["method"] == "POST":
+                    self.worker.check_room()
+                await self.app(scope, bounded(receive), send_with_headers)
+                return
+            except Busy as busy:
+                problem = _later(busy)
         await problem(scope, receive, send_with_headers)
 
 

@@ -37,14 +37,18 @@ class Worker:
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run it when its turn comes, and return what it returns; raise `Busy` if too many wait."""
-        if self.under_way >= self.most:
-            expected = math.ceil(self.under_way * self._mean_seconds)
-            raise Busy(self.under_way - 1, max(LEAST_SECONDS, expected))
+        self.check_room()
         self.under_way += 1
         try:
             return await asyncio.wrap_future(self._pool.submit(self._timed, work))
         finally:
             self.under_way -= 1
+
+    def check_room(self) -> None:
+        """Raise `Busy` if no more may wait."""
+        if self.under_way >= self.most:
+            expected = math.ceil(self.under_way * self._mean_seconds)
+            raise Busy(self.under_way - 1, max(LEAST_SECONDS, expected))
 
     def _timed(self, work: Callable[[], Result]) -> Result:
         began = time.monotonic()
