@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -139,3 +140,12 @@ def score_of(rules: Rules, words: Tensor, tree: list[tuple[int, int, int]]) -> f
         assert symbol < n
         total = total + rules.left[symbol, label[i, middle]].log() + rules.right[symbol, label[middle, j]].log()
     return total.item()
+
+
+def raising(name: str) -> Callable[..., NoReturn]:
+    """Stand for a backend: what is raised tells that it was called."""
+
+    def called(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(name)
+
+    return called

@@ -13,8 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lm_pcfg.corpus.batches import Batch, BatchError, BatchOptions, batch_hash, make_batch, plan_batches
+from lm_pcfg.corpus.lengths import Histogram
 from lm_pcfg.corpus.sentences import Sentences
-from lm_pcfg.corpus.stream import BatchStream, TextPlan
+from lm_pcfg.corpus.stream import BatchStream, TextPlan, left_after
 
 length_lists = st.lists(st.integers(1, 40), min_size=1, max_size=120)
 batch_options = st.builds(
@@ -96,6 +97,13 @@ def test_cost_is_balanced_on_ptb_like_lengths(longest: int, budget: int) -> None
 def test_sentence_above_the_budget_is_alone() -> None:
     plan = plan_batches(np.array([50, 3, 3, 3, 60]), BatchOptions(by="cost", cost=100))
     assert [batch.tolist() for batch in plan] == [[1, 2, 3], [0], [4]]
+
+
+def test_the_longest_lines_of_a_histogram() -> None:
+    histogram = Histogram.of(np.array([3, 9, 9, 1, 9, 4]))
+    assert [histogram.longest(count) for count in (0, 1, 4, 5, 99)] == [
+        [], [9], [9, 9, 9, 4], [9, 9, 9, 4, 3], [9, 9, 9, 4, 3, 1],
+    ]  # fmt: skip
 
 
 def test_shuffling() -> None:
@@ -259,6 +267,13 @@ def test_position_of_other_data_is_refused() -> None:
     others[0]().restore(stream_of(sentences, options).state())
 
 
+def test_batches_that_are_left_are_few_intervals() -> None:
+    assert left_after(10, [(2, 2)], contiguous=False) == [(4, 10)]
+    assert left_after(10, [(2, 2)], contiguous=True) == [(2, 5), (7, 10)]
+    assert left_after(10, [(2, 2), (1, 2)], contiguous=True) == [(4, 5), (7, 10)]
+    assert left_after(0, [], contiguous=True) == []
+
+
 def test_length_curriculum() -> None:
     sentences = corpus([3, 4, 5, 6], end_of_sentence=True)  # 2 to 5 words
     stream = stream_of(sentences, BatchOptions(sentences=1), curriculum=lambda epoch: 3 + epoch)
@@ -274,7 +289,7 @@ def test_length_curriculum() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(BatchError, match="no sentences"):
         stream_of(corpus([]), BatchOptions())
-    with pytest.raises(BatchError, match="rank"):
+    with pytest.raises(BatchError, match="rank 2 should be between 0 and world_size - 1 = 1"):
         stream_of(corpus([1]), BatchOptions(), rank=2, world_size=2)
     for wrong in ({"by": "words"}, {"sentences": 0}, {"cost": 0}, {"accumulate": 0}):
         with pytest.raises(BatchError):

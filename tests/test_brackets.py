@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
+
 import numpy as np
 import pytest
 import torch
@@ -128,3 +130,13 @@ def test_mistakes_are_refused():
         span_limits([(3, 7)], 6)
     with pytest.raises(ValueError, match=r"should have \(6, 2\)"):
         flash_inside.inside(random_rules(2, 3), random_emissions(6, 3), [6], limits=span_limits([], 5))
+
+
+def test_two_brackets_are_refused_just_if_they_cross():
+    spans = list(combinations(range(7), 2))
+    for pair in product(spans, repeat=2):
+        if crosses(*pair):
+            with pytest.raises(ValueError, match="crosses another one"):
+                span_limits(pair, 6)
+        else:
+            span_limits(pair, 6)

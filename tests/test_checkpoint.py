@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lm_pcfg.storage import checkpoint, durable
 from lm_pcfg.storage.checkpoint import CheckpointError
+from lm_pcfg.storage.state_file import state_bytes
 
 DEAD_PID = 2**22 + 1  # above the largest pid Linux hands out
 
@@ -373,6 +374,14 @@ class TestDamage:
         folder = save(tmp_path, 7)
         (folder / "state.json").write_bytes(content)
         with pytest.raises(CheckpointError, match=message):
+            checkpoint.verify(folder)
+
+    def test_a_long_key_is_cut_in_the_message(self, tmp_path: Path) -> None:
+        folder = save(tmp_path, 1)
+        state = checkpoint.verify(folder)
+        state["files"]["n" * 41] = {"sha256": "0" * 64, "size": -1}
+        (folder / checkpoint.STATE).write_bytes(state_bytes(state))
+        with pytest.raises(CheckpointError, match=rf"'files\.{'n' * 40}\.size': "):
             checkpoint.verify(folder)
 
     def test_no_such_folder(self, tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.checkpoint import CheckpointError
+from lm_pcfg.storage.run_folder import Start, choose_start
+from texts import write_config
 
 
 def save(run: Path, step: int) -> Path:
@@ -48,11 +51,14 @@ class TestListBestPrune:
         assert checkpoint.best(tmp_path / "moved") == tmp_path / "moved" / "checkpoints" / "step-00000002"
         assert sorted(entry.name for entry in (tmp_path / "moved").iterdir()) == ["best", "checkpoints"]
 
-    def test_best_that_dangles_or_was_copied(self, tmp_path: Path) -> None:
+    def test_best_that_dangles_or_was_copied(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         first = save(tmp_path, 1)
         checkpoint.point_best(tmp_path, save(tmp_path, 2))
         shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
         assert checkpoint.best(tmp_path) is None
+        assert capsys.readouterr().err == ""
+        assert checkpoint.resolve_checkpoint(tmp_path) == (tmp_path, first)
+        assert "which is no checkpoint of this run: the newest is used" in capsys.readouterr().err
         (tmp_path / "best").unlink()
         shutil.copytree(first, tmp_path / "best")
         assert checkpoint.best(tmp_path) == tmp_path / "best"
@@ -64,14 +70,17 @@ class TestListBestPrune:
         with pytest.raises(ValueError, match="no checkpoint of"):
             checkpoint.point_best(tmp_path / "one", save(tmp_path / "other", 1))
 
-    def test_an_interrupted_move_keeps_the_old_best(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("call", ["symlink", "replace"])
+    def test_an_interrupted_move_keeps_the_old_best(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    ) -> None:
         first, second = save(tmp_path, 1), save(tmp_path, 2)
         checkpoint.point_best(tmp_path, first)
 
         def fail(*_: Any) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(os, "replace", fail)
+        monkeypatch.setattr(os, call, fail)
         with pytest.raises(CheckpointError, match="cannot point"):
             checkpoint.point_best(tmp_path, second)
         assert checkpoint.best(tmp_path) == first
@@ -148,3 +157,42 @@ class TestResolve:
         assert "has no checkpoint yet" in message(runs / "new")
         assert "does not exist" in message(runs / "nowhere")
         assert "is not a folder" in message(runs / "new" / "config.yaml")
+
+
+class TestBesideATraining:
+    @pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "gone"), CheckpointError("damaged")])
+    def test_a_checkpoint_that_goes_while_it_is_read_is_chosen_again(self, tmp_path: Path, error: Exception) -> None:
+        first, second = save(tmp_path, 1), save(tmp_path, 2)
+
+        def read(folder: Path) -> Path:
+            if folder == second:
+                shutil.rmtree(second)
+                raise error
+            return folder
+
+        assert checkpoint.with_chosen(tmp_path, read) == first
+
+    def test_another_error_is_told_at_once(self, tmp_path: Path) -> None:
+        calls = []
+
+        def read(folder: Path) -> None:
+            calls.append(folder)
+            raise OSError(errno.EIO, "Input/output error")
+
+        newest = save(tmp_path, 1)
+        with pytest.raises(OSError, match="Input/output error"):
+            checkpoint.with_chosen(tmp_path, read)
+        assert calls == [newest]
+
+
+def test_a_run_to_resume_from_means_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+    """Not its best, which is what a run means for inference."""
+    source = tmp_path / "source"
+    first, second, third = (save(source, step) for step in (1, 2, 3))
+    checkpoint.point_best(source, first)
+    settings = load_settings(write_config(tmp_path), [f"resume={source}"])
+    assert choose_start(settings, "") == Start(tmp_path / "runs" / "small", third)
+    (third / checkpoint.MODEL).write_bytes(b"")
+    assert choose_start(settings, "").given == second
+    itself = load_settings(write_config(tmp_path), [f"resume={source}", f"runs_folder={tmp_path}", "name=source"])
+    assert choose_start(itself, "") == Start(source, continued=True)

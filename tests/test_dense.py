@@ -14,10 +14,10 @@ from torch.func import functional_call
 
 import flash_inside
 from command_line import lm_pcfg
-from flash_inside import Rules, Statistics, dense
-from flash_inside.dense import PairRules, scaled
+from flash_inside import Rules, Statistics, dense, devices
+from flash_inside.dense import PairRules, reference, scaled
 from flash_inside.precision import largest_gradient
-from grammars import bracketings, crosses, random_emissions, random_rules
+from grammars import bracketings, crosses, raising, random_emissions, random_rules
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import families
 from lm_pcfg.grammar.computation import EXACT, backward_through
@@ -230,6 +230,35 @@ def test_what_cannot_be_meant_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             dense.inside(*arguments)
+
+
+@pytest.mark.parametrize("function", [dense.inside, dense.inside_unchecked, dense.span_marginals])
+def test_the_backend_that_was_asked_for_computes(function, monkeypatch):
+    rules, emissions = pair_rules(2, 3), random_emissions(3, 3)
+    for module, names, backend in ((reference, ("inside", "posteriors"), "reference"), (scaled, ("inside",), "torch")):
+        for name in names:
+            monkeypatch.setattr(module, name, raising(backend))
+    for backend in BACKENDS:
+        with pytest.raises(NotImplementedError, match=backend):
+            function(rules, emissions, [3], "fp64", backend)
+
+
+@pytest.mark.parametrize("function", [dense.inside, dense.inside_unchecked, dense.span_marginals])
+def test_a_chart_that_does_not_fit_is_not_begun(function, monkeypatch):
+    monkeypatch.setattr(devices, "memory_of", lambda device=None: devices.chart_memory([6], 2, "fp32"))
+    rules, emissions = pair_rules(2, 3), random_emissions(7, 3)
+    function(rules, emissions[:6], [6])
+    with pytest.raises(MemoryError, match="are needed, and there are"):
+        function(rules, emissions, [7])
+
+
+def test_a_second_derivative_is_refused():
+    rules, emissions = pair_rules(2, 3), random_emissions(3, 3).requires_grad_()
+    weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    log_z = dense.inside(rules, emissions, [3], "fp64")
+    (gradient,) = torch.autograd.grad((weight * log_z).sum(), emissions, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 # ---- the family -----------------------------------------------------------------------------------------------------

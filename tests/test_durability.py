@@ -116,3 +116,10 @@ def test_whole_files_that_hold_no_tensors_are_named(tmp_path):
     checkpoint.verify(folder)
     with pytest.raises(checkpoint.CheckpointError, match=rf"{folder.name}/{checkpoint.MODEL} cannot be read: "):
         checkpoint.load(folder, with_optimizer=False)
+
+
+def test_a_file_of_just_so_many_bytes_is_read(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    assert durable.read_file(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(OSError, match="5 bytes are too many"):
+        durable.read_file(tmp_path / "file", 4)

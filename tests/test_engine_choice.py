@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lm_pcfg.distributed import launcher
-from lm_pcfg.distributed.collectives import Collectives, lost_contact_reported
+from lm_pcfg.distributed.collectives import Collectives, lost_contact_reported, seconds_between, timestamp
 from lm_pcfg.distributed.engine import Engine, _check_alike, _comparable
 from lm_pcfg.distributed.throughput import Throughput
 from lm_pcfg.distributed.zero import configure
@@ -174,3 +174,36 @@ def test_throughput_of_two_processes():
     assert metrics["time/data"] == 0.05
     assert metrics["time/straggler_ratio"] == pytest.approx(10 / 7.5)
     assert Throughput().metrics(TwoProcesses(None)) == {}
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_sums_over_processes(monkeypatch, processes):
+    """All of them give the same numbers here."""
+    calls = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: calls.append(tensor.mul_(processes)))
+    collectives = Collectives(0, processes, torch.device("cpu"))
+    assert collectives.sums([0.1, 2.0]) == [processes * 0.1, processes * 2.0]
+    assert len(calls) == (processes > 1)
+    assert (collectives.waited > 0) == (processes > 1)
+
+
+def test_seconds_on_a_device(monkeypatch):
+    class Event:
+        """As those of CUDA: milliseconds, and none unless they were asked for."""
+
+        def __init__(self, enable_timing=False):
+            self.enable_timing = enable_timing
+
+        def record(self):
+            self.at = next(moments)
+
+        def elapsed_time(self, later):
+            assert self.enable_timing
+            assert later.enable_timing
+            return later.at - self.at
+
+    moments = iter([100.0, 350.0])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    began, ended = (timestamp(torch.device("cuda")) for _ in range(2))
+    assert seconds_between(began, ended) == 0.25
+    assert seconds_between(1.5, 2.0) == 0.5

@@ -12,6 +12,7 @@ import flash_inside
 from flash_inside import Rules, Statistics, forward
 from flash_inside.forward import Chain
 from flash_inside.precision import TOLERANCE
+from grammars import raising
 
 END = 0  # `<eos>` of the tiny models here
 LENGTHS = [3, 1, 5, 2, 5]
@@ -248,3 +249,31 @@ def test_an_hmm_is_a_right_branching_grammar():
     emissions[others, :s] = (log_p - (1 - ending).log()[:, None])[:, words[others]].T
     by_inside = flash_inside.inside(Rules(root, left, right), emissions, lengths, "fp64")
     assert torch.allclose(by_inside, by_forward, rtol=1e-12)
+
+
+def test_the_backend_that_was_asked_for_computes(monkeypatch):
+    chain, emissions = random_chain(3), random_emissions(4, 3)
+    monkeypatch.setattr(forward, "in_log_space", raising("reference"))
+    monkeypatch.setattr(forward, "_scaled", raising("torch"))
+    for function in (forward.log_likelihood, forward.log_likelihood_unchecked):
+        for backend in ("torch", "reference"):
+            with pytest.raises(NotImplementedError, match=backend):
+                function(chain, emissions, [4], "fp64", backend)
+
+
+def test_log_space_computes_in_the_precision_that_was_asked_for():
+    """... and in fp64 no gradient leaves the range of an fp32 tensor: by a start of 1e-40 it is 1e40."""
+    chain, emissions = random_chain(2, dtype=torch.float32), torch.tensor([[0.0, -math.inf], [0.0, 0.0]])
+    start = torch.tensor([1e-40, 1.0], requires_grad=True)
+    for precision, kind in (("fp32", torch.float32), ("fp64", torch.float64)):
+        log_z = forward.log_likelihood(Chain(start, chain.transition), emissions, [2], precision, "reference")
+        assert log_z.dtype == kind
+    assert torch.autograd.grad(log_z.sum(), start)[0].isfinite().all()
+
+
+def test_a_second_derivative_is_refused():
+    emissions, weight = random_emissions(4, 3).requires_grad_(), torch.ones(1, dtype=torch.float64, requires_grad=True)
+    log_z = forward.log_likelihood(random_chain(3), emissions, [4], "fp64", "torch")
+    (gradient,) = torch.autograd.grad((weight * log_z).sum(), emissions, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flash_inside
-from flash_inside import Rules, reference
-from flash_inside.packing import Layout
-from grammars import enumerate_trees, random_emissions, random_rules
+from flash_inside import Rules, interface, recomputation, reference, trees
+from flash_inside.packing import Layout, SplitRows
+from flash_inside.precision import most_words_of_short
+from grammars import enumerate_trees, raising, random_emissions, random_rules
 
 BACKENDS = ["torch", "reference"]
 sentence_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=4)
@@ -170,6 +171,7 @@ def test_bf16_begins_above_256_nonterminals_for_rules_and_chart_alike():
 
 def test_a_chart_of_bf16_begins_above_16_words():
     assert [in_bf16_as_in_fp32(257, words) for words in (16, 17)] == [True, False]
+    assert [most_words_of_short(storage) for storage in (torch.bfloat16, torch.float32, torch.float64)] == [16, 0, 0]
 
 
 def in_bf16_as_in_fp32(n, words):
@@ -202,10 +204,14 @@ def test_the_type_of_the_result_follows_the_precision():
         ({"backend": "reference", "precision": "bf16"}, "fp64 or fp32"),
         ({"rules": Rules(torch.ones(5), torch.ones(3, 7), torch.ones(3, 7))}, "root must end in 3 or 7"),
         ({"rules": Rules(torch.ones(3), torch.ones(3, 7), torch.ones(3, 6))}, "left and right"),
+        ({"rules": Rules(torch.ones(3), torch.ones(3, 3), torch.ones(3, 3))}, "left and right"),  # no preterminals
+        ({"backend": "triton"}, "needs CUDA tensors, not cpu"),
+        ({"backend": "triton", "precision": "fp64"}, "in fp32, tf32 or bf16, not fp64"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_wrong_input_is_refused_in_one_line(change, message):
+def test_wrong_input_is_refused_in_one_line(change, message, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     arguments = {"rules": random_rules(3, 4), "emissions": random_emissions(3, 4), "lengths": [3]} | change
     with pytest.raises(ValueError, match=message):
         flash_inside.inside(**arguments)
@@ -222,3 +228,47 @@ def test_the_packed_layout_gives_every_span_its_own_row(lengths):
         left, right = layout.splits(width) if width > 1 else (np.empty(0), np.empty(0))
         assert len(np.unique(left)) == left.size
         assert len(np.unique(right)) == right.size
+
+
+def test_rows_of_splits_are_kept_up_to_a_limit_and_are_the_same():
+    layout = Layout([5, 3])
+    made, splits = [], layout.splits
+    layout.splits = lambda width, block: made.append(width) or splits(width, block)  # type: ignore[method-assign]
+
+    def two_passes(most_kept):
+        made.clear()
+        rows = SplitRows(layout, torch.device("cpu"), most_kept)
+        passes = [[list(rows.blocks(width, step=4)) for width in (2, 3)] for _ in range(2)]
+        return passes, list(made)
+
+    every_block, none_kept = two_passes(0)
+    assert none_kept == [2, 2, 3] * 2  # 6 spans of two words are two blocks, 4 of three words one
+    assert two_passes(5)[1] == none_kept
+    assert two_passes(6)[1] == [2, 3, 3]
+    kept, all_kept = two_passes(6 + 4 * 2)
+    assert all_kept == [2, 3]
+    for one, other in zip(every_block[1], kept[1], strict=True):
+        for (here, left, right), (also_here, also_left, also_right) in zip(one, other, strict=True):
+            assert here == also_here
+            assert torch.equal(left, also_left)
+            assert torch.equal(right, also_right)
+
+
+@pytest.mark.parametrize("name", ["inside", "inside_unchecked", "span_marginals", "viterbi"])
+def test_the_backend_that_was_asked_for_computes(name, monkeypatch):
+    for own in ("inside", "span_marginals", "viterbi"):
+        monkeypatch.setattr(reference, own, raising("reference"))
+    for module, own in ((recomputation, "inside"), (recomputation, "span_marginals"), (interface, "first_pass")):
+        monkeypatch.setattr(module, own, raising("torch"))
+    monkeypatch.setattr(trees, "best_trees", raising("torch"))
+    for backend in BACKENDS:
+        with pytest.raises(NotImplementedError, match=backend):
+            getattr(flash_inside, name)(random_rules(3, 4), random_emissions(3, 4), [3], "fp64", backend)
+
+
+def test_a_second_derivative_is_refused():
+    emissions, weight = random_emissions(3, 4).requires_grad_(), torch.ones(1, dtype=torch.float64, requires_grad=True)
+    log_z = flash_inside.inside(random_rules(3, 4), emissions, [3], "fp64", "torch")
+    (gradient,) = torch.autograd.grad((weight * log_z).sum(), emissions, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

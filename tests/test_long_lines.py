@@ -19,7 +19,6 @@ from flash_inside.devices import cgroup_limit, chart_memory, longest_fitting, me
 from flash_inside.packing import Layout
 from grammars import random_emissions, random_rules
 from lm_pcfg import console
-from lm_pcfg.corpus.lengths import Histogram
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import likelihood
 from lm_pcfg.grammar.families import family_of
@@ -227,13 +226,6 @@ def test_state_dropout_makes_charts_smaller():
     assert family.chart_memory(model, [9], "fp32") == chart_memory([9], 50, "fp32")
     falling = model.model_copy(update={"state_dropout_until": 0.5})
     assert family.chart_memory(falling, [9], "fp32") == chart_memory([9], 100, "fp32")
-
-
-def test_the_longest_lines_of_a_histogram():
-    histogram = Histogram.of(np.array([3, 9, 9, 1, 9, 4]))
-    assert [histogram.longest(count) for count in (0, 1, 4, 5, 99)] == [
-        [], [9], [9, 9, 9, 4], [9, 9, 9, 4, 3], [9, 9, 9, 4, 3, 1],
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", [["score"], ["parse"], ["sample", "--posterior"]], ids=lambda all: all[0])

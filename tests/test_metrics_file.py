@@ -193,6 +193,16 @@ def test_a_damaged_line_is_named_and_left_out(tmp_path: Path) -> None:
     assert warnings == [f"{path}: line 3 is damaged, and left out"]
 
 
+@pytest.mark.parametrize("line", [b"[1]", b"7", b"null", b"{}", b'{"step": "1"}', b'{"step": 1.0}', b'{"step": true}'])
+def test_json_that_is_no_line_of_ours_is_left_out(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file_with_steps(path, range(2)).close()
+    path.write_bytes(line + b"\n" + path.read_bytes())
+    warnings: list[str] = []
+    assert [line["step"] for line in read_metrics(path, warnings.append)] == [0, 1]
+    assert warnings == [f"{path}: line 1 is damaged, and left out"]
+
+
 def test_lines_of_the_version_before_are_read_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "time": 1.5, "loss": "NaN"}\n{"step": 2, "time": 2.5, "loss": 3}\n')

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flash_inside
-from flash_inside import ResidentRules, Rules
+from flash_inside import ResidentRules, Rules, recomputation
 from grammars import random_emissions, random_rules, rules_that_lose_a_row
 
 
@@ -260,3 +260,8 @@ def test_memory_for_gradients_has_the_shape_of_the_rules():
     memory = torch.empty(3, 4), torch.empty(3, 4)
     with pytest.raises(ValueError, match=r"gradient_memory must be two tensors \[3, 7\]"):
         flash_inside.inside_unchecked(ResidentRules(*random_rules(3, 4), memory), random_emissions(5, 4), [2, 3])
+
+
+def test_one_word_sentences_are_recomputed_apart_from_the_others():
+    assert recomputation.one_word_and_others([0, 1, 2, 4], [1, 2, 1, 9, 3]) == [[0, 2], [1, 4]]
+    assert recomputation.one_word_and_others([1, 3], [1, 2, 1, 9]) == [[1, 3]]
