@@ -62,7 +62,7 @@ def training_on_shards(folder: Path) -> list[str]:
 
 
 def training_on_the_embedded_text(folder: Path) -> list[str]:
-    """It is made under data/embedded."""
+    """It is made in the user's cache, here cache/lm_pcfg/embedded."""
     return [*small_training(folder), "data.train=embedded:valid", "data.valid=null", "training.max_steps=1"]
 
 
