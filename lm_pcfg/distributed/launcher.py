@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 # What only `accelerate launch` and torchrun set, which are Python programs.
@@ -46,6 +47,7 @@ def follow() -> None:
     first = _started_by is None
     if _started_by is None:
         _started_by = os.getppid()
+        command_line()  # while it lives
     if not sys.platform.startswith("linux"):
         return
     set_parent_death_signal = 1
@@ -86,6 +88,18 @@ def identity() -> str:
     except OSError:  # no Linux: without its age
         started = ""
     return f"{socket.gethostname()} {parent} {started}".strip()
+
+
+@cache
+def command_line() -> list[str]:
+    """Return the words of the command that started this process's launcher; none where the system does not say."""
+    if not has_launcher():
+        return []
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[:-1]
+    except OSError:
+        return []
+    return [os.fsdecode(word) for word in words]
 
 
 def tell_failure(line: str) -> None:

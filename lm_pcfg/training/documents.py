@@ -65,7 +65,7 @@ def difference(settings: Settings, config: Path) -> str | None:
         there = load_settings(config)
     except (UserError, OSError) as error:
         return f"is missing or damaged ({durable.reason(error)})"
-    ours, theirs = (_flat(some.model_dump(mode="json")) for some in (settings, there))
+    ours, theirs = (flat(some.model_dump(mode="json")) for some in (settings, there))
     keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key) and key not in _NOT_OF_A_MODEL]
     if not keys:
         return None
@@ -99,8 +99,9 @@ def _should_be_there(folder: Path, of_run: Path) -> bool:
     return folder.parent.name == "checkpoints" or of_run.exists()
 
 
-def _flat(values: dict[str, Any], section: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: dict[str, Any], section: str = "") -> dict[str, Any]:
+    """{"model": {"nonterminals": 8}} as {"model.nonterminals": 8}."""
+    result: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{section}{name}.") if isinstance(value, dict) else {section + name: value}
-    return flat
+        result |= flat(value, f"{section}{name}.") if isinstance(value, dict) else {section + name: value}
+    return result
