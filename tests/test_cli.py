@@ -114,6 +114,9 @@ def test_ctrl_c_while_the_command_line_is_imported_is_one_line(monkeypatch, caps
     with pytest.raises(SystemExit) as end:
         __main__.main()
     assert (end.value.code, capsys.readouterr().err) == (130, "lm_pcfg: interrupted\n")
+    code = "import sys; before = set(sys.modules); import lm_pcfg.__main__; print(sorted(set(sys.modules) - before))"
+    imported = in_process("-S", "-c", code, cwd=REPOSITORY).stdout.decode()
+    assert imported.strip() == "['__future__', 'lm_pcfg', 'lm_pcfg.__main__']"
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"lm_pcfg": "lm_pcfg.__main__:main"}
 

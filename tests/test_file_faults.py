@@ -267,6 +267,17 @@ def test_after_two_faults_a_training_ends_as_if_nothing_had_been(programme, shar
     second.run(share)
 
 
+@SAMPLE_OR_ALL
+def test_after_a_fault_a_resume_with_other_settings_ends_as_if_nothing_had_been(programme, share):
+    """The earlier settings are kept beside the new ones, once."""
+    arguments = small_training(programme.folder)
+    write_image(programme.watched, {})
+    assert programme.run([*arguments, "training.max_steps=2"]).status == 0
+    sweep = Sweep(programme, [*arguments, "optimizer.learning_rate=0.01"], begin=read_image(programme.watched))
+    assert b"max_steps: 2" in sweep.end["runs/small/config.1.yaml"]
+    sweep.run(share)
+
+
 @pytest.mark.chaos
 def test_after_a_fault_a_preparation_by_several_processes_ends_as_if_nothing_had_been(programme):
     """A part of the operations: processes take seconds to start."""

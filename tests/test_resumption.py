@@ -167,6 +167,21 @@ def test_changed_settings_are_told_and_the_earlier_ones_are_kept(run, capsys):
     assert [line for line in verify(run).damaged if "config.1.yaml" in line]
 
 
+def test_the_checkpoint_of_an_earlier_stretch_is_no_damage(run, monkeypatch, capsys):
+    """The run was stopped before it saved a checkpoint with its new settings."""
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "run", lambda self: None)
+        resume(run, "optimizer.learning_rate=0.5", "training.max_steps=9")
+    assert load_settings(run / "config.yaml").optimizer.learning_rate == 0.5
+    capsys.readouterr()
+    assert verify(run).damaged == []
+    resume(run, "optimizer.learning_rate=0.5", "training.max_steps=9")  # the change is new to the checkpoint
+    said = capsys.readouterr().err
+    assert "  optimizer.learning_rate: 0.002 -> 0.5\n" in said
+    assert "warning" not in said
+    assert [file.name for file in earlier_configs(run)] == ["config.1.yaml"]
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

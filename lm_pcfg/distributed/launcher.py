@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import time
-from functools import cache
 from pathlib import Path
 
 # What only `accelerate launch` and torchrun set, which are Python programs.
@@ -20,6 +19,7 @@ _OF_PROGRAMS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 #: Set for the runs that a search trains at once.
 OF_A_SEARCH = "LM_PCFG_SEARCH"
 _started_by: int | None = None  # the launcher's process, as it was when this one began
+_started_with: list[str] = []  # the launcher's command
 
 
 class LauncherGone(SystemExit):
@@ -41,13 +41,13 @@ def follow() -> None:
 
     If it died even earlier, no signal comes: then this process has another parent already, and leaves.
     """
-    global _started_by
+    global _started_by, _started_with
     if not has_launcher():
         return
     first = _started_by is None
     if _started_by is None:
         _started_by = os.getppid()
-        command_line()  # while it lives
+        _started_with = _command_of(_started_by)
     if not sys.platform.startswith("linux"):
         return
     set_parent_death_signal = 1
@@ -90,13 +90,14 @@ def identity() -> str:
     return f"{socket.gethostname()} {parent} {started}".strip()
 
 
-@cache
 def command_line() -> list[str]:
-    """Return the words of the command that started this process's launcher; none where the system does not say."""
-    if not has_launcher():
-        return []
+    """Return the words that started this process's launcher; none without one, or where the system does not say."""
+    return _started_with
+
+
+def _command_of(process: int) -> list[str]:
     try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[:-1]
+        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]
     except OSError:
         return []
     return [os.fsdecode(word) for word in words]
