@@ -339,7 +339,7 @@ def _unknown_key(keys: list[str], kind: type[Section], settings: type[Section]) 
         paths.setdefault(key.rsplit(".", 1)[-1], []).append(key)
     here = [".".join([*above, key]) for key in get_close_matches(name, kind.model_fields, n=1)]
     elsewhere = [key for key in paths.get(name, []) if key not in here]
-    called = [key for key in [_ALSO_CALLED.get(name.lower())] if key in _all_keys(settings)]
+    called = [key for key in _all_keys(settings) if key == _ALSO_CALLED.get(name.lower())]
     similar = [key for last in get_close_matches(name, paths, n=1) for key in paths[last]]
     meant = " or ".join(repr(key) for key in (called or here + elsewhere or similar)[:4])
     known = list(kind.model_fields)

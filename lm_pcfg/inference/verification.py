@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def _verify_run(run: Path, on_checkpoint: Callable[[], None]) -> Findings:
         _try(lambda: load_settings(run / checkpoint.CONFIG), found)
         _try(lambda: load_vocabulary(run / checkpoint.VOCABULARY), found)
     for earlier in run_folder.earlier_configs(run):
-        _try(lambda file=earlier: load_settings(file), found)
+        _try(partial(load_settings, earlier), found)
     if problem := checkpoint.dangling_best(run):
         found.damaged.append(problem)
     found.counts["metric_lines"], problems = check_metrics(run / "metrics.jsonl", (newest or {}).get("metrics"))

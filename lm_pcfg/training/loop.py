@@ -29,7 +29,14 @@ from lm_pcfg.training.documents import documents, open_vocabulary
 from lm_pcfg.training.evaluation import evaluate, is_due
 from lm_pcfg.training.mlflow_run import Status
 from lm_pcfg.training.position import Window
-from lm_pcfg.training.resumption import Changes, changes_since, how_to_continue, tell_changes, tell_finished
+from lm_pcfg.training.resumption import (
+    Changes,
+    changes_since,
+    how_to_continue,
+    refusal_explained,
+    tell_changes,
+    tell_finished,
+)
 from lm_pcfg.training.signals import StopFlag, StopSignals
 from lm_pcfg.training.steps import Steps
 from lm_pcfg.training.tracking import track
@@ -65,7 +72,8 @@ def train(settings: Settings) -> Path:
             vocabulary = engine.on_all(lambda: open_vocabulary(source, tell))
         steps = Steps(settings, engine, vocabulary)
         same_run = source is not None and checkpoint.run_folder_of(source) == start.folder.resolve()
-        continued = restore(steps, source, same_run=same_run) if source is not None else None
+        with refusal_explained(changes):
+            continued = restore(steps, source, same_run=same_run) if source is not None else None
         finished = engine.on_main(lambda: folder.finished) if same_run and nothing_left(steps) else None
         if finished is not None:
             if engine.is_main:

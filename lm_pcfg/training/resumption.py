@@ -11,11 +11,13 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lm_pcfg.console import say, warn
+from lm_pcfg.corpus.batches import BatchError
 from lm_pcfg.distributed import launcher
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
@@ -69,6 +71,17 @@ def describe(changes: Changes) -> list[str]:
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
+@contextmanager
+def refusal_explained(changes: Changes) -> Iterator[None]:
+    """Name the settings that changed where a position inside an epoch is refused: its batches would be others."""
+    try:
+        yield
+    except BatchError as error:
+        of_the_text = {key: change for key, change in changes.items() if key.startswith(_OF_THE_TEXT)}
+        changed = f" (changed: {', '.join(describe(of_the_text))})" if of_the_text else ""
+        raise BatchError(f"{error}{changed}") from error
 
 
 def tell_changes(changes: Changes, kept: Path | None, state: dict[str, Any] | None, text: str) -> None:
