@@ -11,10 +11,11 @@ Importing this package imports nothing heavy; `load` does.
 
 from __future__ import annotations
 
-from os import PathLike
-from typing import TYPE_CHECKING, Literal
-
+TYPE_CHECKING = False  # without typing: a Ctrl-C while that is imported could not be answered (__main__.py)
 if TYPE_CHECKING:
+    from os import PathLike
+    from typing import Literal
+
     from lm_pcfg.inference.model import Model
 
 __all__ = ["load"]

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from lm_pcfg.commands import bench, info, prepare, report, search, serve, train, verify
+from lm_pcfg.commands.output import WholeHelp
 from lm_pcfg.commands.text import evaluate, next_word, parse, sample, score, suite, surprisal
 from lm_pcfg.console import say
 from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
@@ -41,6 +42,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 app = typer.Typer(
     help="Probabilistic context-free grammars as language models.",
+    cls=WholeHelp,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: it answers in a fraction of the time

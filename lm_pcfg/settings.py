@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
@@ -11,12 +13,30 @@ Precision = Literal["fp64", "fp32", "tf32", "bf16"]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 LARGEST = 1e30  # number that a setting may be: the weights are fp32
-_NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._+=-]*$"  # a folder, neither hidden nor like an option
+_MARKS_IN_NAMES = "._+=-"
 
 
 def _switch(value: object) -> object:
     words = {"yes": True, "on": True, "no": False, "off": False}
     return words.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def run_name(text: str) -> str:
+    """Return a name of a run that is like the text; letters of all scripts stay. Nothing is left of some texts."""
+    composed = unicodedata.normalize("NFC", text)  # some systems take ö apart
+    return re.sub("-+", "-", "".join(c if _in_names(c) else "-" for c in composed)).lstrip(".+=-")
+
+
+def _in_names(character: str) -> bool:
+    return character in _MARKS_IN_NAMES or unicodedata.category(character)[0] in "LMN"  # letters, their marks, numbers
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("should be text (in quotes if need be)")
+    if not (value and all(map(_in_names, value)) and value[0] not in ".+=-"):
+        raise ValueError("should be letters, digits and . _ + = - only, and begin with a letter, a digit or _")
+    return value
 
 
 def _resume(value: object) -> bool | str:
@@ -75,6 +95,7 @@ def _shards(value: object) -> int | str:
 
 Switch = Annotated[bool, BeforeValidator(_switch)]  # the loader keeps yes, no, on, off as text; here they mean a bool
 Resume = Annotated[bool | str, PlainValidator(_resume)]
+Name = Annotated[str, PlainValidator(_name)]  # of a folder, neither hidden nor like an option
 
 
 class Section(BaseModel):
@@ -257,7 +278,7 @@ class EngineSection(Section):
 
 
 class Settings(Section):
-    name: str = setting("run", "of the run and its folder; by default that of the config file", pattern=_NAME_PATTERN)
+    name: Name = setting("run", "of the run and its folder; by default that of the config file")
     runs_folder: str = setting("runs", "folder of the run folders", min_length=1)
     seed: int = setting(0, "seed of all randomness", ge=0, lt=2**63)
     resume: Resume = setting(False, "false, auto (continue if the run exists) or the path of a checkpoint")

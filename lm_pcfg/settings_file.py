@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from lm_pcfg.console import warn
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import families
-from lm_pcfg.settings import ModelSection, Section, Settings, setting
+from lm_pcfg.settings import ModelSection, Section, Settings, run_name, setting
 
 
 class SettingsError(UserError, ValueError):
@@ -125,7 +125,7 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
     overridden = [_apply_override(values, kind, override) for override in overrides or []]
     values["model"]["family"] = family
     if values.get("name") is None:
-        values["name"] = re.sub(r"[^A-Za-z0-9._+=-]+", "-", path.stem).lstrip(".+=-") or "run"
+        values["name"] = run_name(path.stem) or "run"
     try:
         return kind.model_validate(values)
     except PydanticError as error:
@@ -306,6 +306,22 @@ def _all_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
             yield from _all_keys(child, f"{prefix}{key}.")
 
 
+#: What settings are called elsewhere.
+_ALSO_CALLED = {
+    "lr": "optimizer.learning_rate", "rate": "optimizer.learning_rate", "optim": "optimizer.name",
+    "warmup": "optimizer.schedule.warmup_steps", "scheduler": "optimizer.schedule.kind", "grad_clip": "optimizer.clip",
+    "max_grad_norm": "optimizer.clip", "wd": "optimizer.weight_decay", "beta": "optimizer.betas",
+    "batch_size": "batch.sentences", "bs": "batch.sentences", "gradient_accumulation_steps": "batch.accumulate",
+    "num_epochs": "training.epochs", "steps": "training.max_steps", "early_stopping": "evaluation.patience",
+    "n": "model.nonterminals", "nt": "model.nonterminals", "symbols": "model.nonterminals", "p": "model.preterminals",
+    "hidden": "model.dimension", "hidden_size": "model.dimension", "hidden_dim": "model.dimension",
+    "dim": "model.dimension", "dropout": "model.state_dropout", "vocab_size": "data.vocabulary.size",
+    "vocab": "data.vocabulary.size", "tokenizer": "data.sentencepiece", "num_workers": "data.workers",
+    "output_dir": "runs_folder", "run_name": "name", "gpu": "device",
+}  # fmt: skip
+_MOST_LISTED = 8  # keys of a section, in an error
+
+
 def _unknown_key(keys: list[str], kind: type[Section], settings: type[Section]) -> str:
     """Says what may have been meant: a similar key of this section, or the same key (else a similar one) elsewhere."""
     from difflib import get_close_matches  # 20 ms, for errors only
@@ -323,9 +339,12 @@ def _unknown_key(keys: list[str], kind: type[Section], settings: type[Section]) 
         paths.setdefault(key.rsplit(".", 1)[-1], []).append(key)
     here = [".".join([*above, key]) for key in get_close_matches(name, kind.model_fields, n=1)]
     elsewhere = [key for key in paths.get(name, []) if key not in here]
+    called = [key for key in _all_keys(settings) if key == _ALSO_CALLED.get(name.lower())]
     similar = [key for last in get_close_matches(name, paths, n=1) for key in paths[last]]
-    meant = " or ".join(repr(key) for key in (here + elsewhere or similar)[:4])
-    hint = f"did you mean {meant}?" if meant else f"keys here: {', '.join(kind.model_fields)}"
+    meant = " or ".join(repr(key) for key in (called or here + elsewhere or similar)[:4])
+    known = list(kind.model_fields)
+    listed = f"keys here: {', '.join(known)}" if len(known) <= _MOST_LISTED else "--print-config lists all keys"
+    hint = f"did you mean {meant}?" if meant else listed
     return f"unknown key {'.'.join(keys)!r} ({hint})"
 
 

@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
     launcher.follow()  # before the imports that take seconds
 
-    from lm_pcfg.cli import main
+    from lm_pcfg.__main__ import main
 
     sys.argv.insert(1, "train")
     main()

@@ -164,6 +164,7 @@ def serve(library: str) -> None:
             for descriptor, target in ((0, os.devnull), (1, os.devnull), (2, output)):
                 os.dup2(os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666), descriptor)
             os.environ |= {"LD_PRELOAD": library, "FILE_FAULTS": watched}  # for processes that it starts
+            os.environ["XDG_CACHE_HOME"] = f"{watched}/cache"
             if ctypes.CDLL(library).watch_folder(os.fsencode(watched)):
                 sys.exit("file_faults: seccomp does not work here")
             sys.argv = ["lm_pcfg", *arguments]

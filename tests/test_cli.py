@@ -89,6 +89,38 @@ def test_every_command_has_help(command, tmp_path):
     assert b"Usage" in result.stdout
 
 
+@pytest.mark.parametrize("command", [[], ["bench"]])
+def test_help_is_not_cut(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    listed = lm_pcfg(*command, "--help", cwd=tmp_path).stdout.decode()
+    assert "..." not in listed.partition("Commands:")[2]
+    if not command:
+        assert all(command.__doc__.split(".")[0].split()[-1] in listed for command in cli.COMMANDS.values())
+
+
+def test_ctrl_c_while_the_command_line_is_imported_is_one_line(monkeypatch, capsys):
+    import tomllib
+
+    from lm_pcfg import __main__
+
+    class Interrupted:
+        def find_spec(self, name, *_):
+            if name == "lm_pcfg.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "lm_pcfg.cli")
+    monkeypatch.delattr("lm_pcfg.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as end:
+        __main__.main()
+    assert (end.value.code, capsys.readouterr().err) == (130, "lm_pcfg: interrupted\n")
+    code = "import sys; before = set(sys.modules); import lm_pcfg.__main__; print(sorted(set(sys.modules) - before))"
+    imported = in_process("-S", "-c", code, cwd=REPOSITORY).stdout.decode()
+    assert imported.strip() == "['__future__', 'lm_pcfg', 'lm_pcfg.__main__']"
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"lm_pcfg": "lm_pcfg.__main__:main"}
+
+
 # ---- train ----------------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +367,10 @@ def test_info_reports_the_grammar(trained):
     assert report["vocabulary"] == len(WORDS) + 1
     assert report["subcritical"] == (report["spectral_radius"] < 1)
     assert 0 < report["mass_of_finite_strings"] <= 1 + 1e-6
+    for folder in ("runs/small", "runs/small/best"):
+        named = lm_pcfg("info", folder, "--json", "--device", "cpu", cwd=trained)
+        assert json.loads(named.stdout) == report
+    assert "give one of them" in lm_pcfg("info", "runs/small", "--checkpoint", "x", cwd=trained).stderr.decode()
     assert lm_pcfg("info", "--device", "cpu", cwd=trained).returncode == 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -70,6 +72,32 @@ def test_a_change_of_the_grammar_without_new_checksums_is_an_error(tmp_path, mon
     monkeypatch.setitem(files.SHA256, "test.txt", "0" * 64)
     with pytest.raises(ValueError, match=r"came out different \(test.txt\)"):
         embedded.materialise(tmp_path)
+
+
+@pytest.mark.parametrize("cache", ["can be written", "cannot", "is open to others"])
+def test_names_lead_to_a_cache_and_never_into_the_working_folder(tmp_path, monkeypatch, cache):
+    home, here, temporary = (tmp_path / name for name in ("home", "here", "temporary"))
+    here.mkdir()
+    temporary.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setattr(files, "SHA256", {"test.txt": hashlib.sha256(b"a b\n").hexdigest()})
+    monkeypatch.setattr(files, "generate", lambda: {"test.txt": b"a b\n"})
+    own = temporary / f"lm_pcfg-{os.getuid()}"
+    wanted = home / "lm_pcfg" / "embedded"
+    if cache != "can be written":
+        home.touch()  # no folder can be made there
+        wanted = own / "embedded"
+    if cache == "is open to others":
+        own.mkdir()
+        own.chmod(0o777)
+        with pytest.raises(OSError, match="set XDG_CACHE_HOME"):
+            embedded.resolve("embedded:test")
+    else:
+        assert embedded.resolve("embedded:test") == wanted / "test.txt"
+        assert (wanted / "test.txt").read_bytes() == b"a b\n"
+    assert list(here.iterdir()) == []
 
 
 def test_names(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -169,7 +171,10 @@ def test_a_signal_ends_a_run_in_order_and_leaves_no_worker(tmp_path, processes, 
         wait_until(lambda: all_gone(ranks), 60, what="no worker is left")
         launcher.wait(timeout=60)
     said = log.read_text()
-    assert "the same command with resume=auto continues it" in said, said[-3000:]
+    (command,) = re.findall(r"; to continue it: (.*)", said)
+    assert shlex.split(command)[-3:] == ["--config", str(tmp_path / "runs/small/config.yaml"), "resume=auto"]
+    assert f"{TRAIN} --config" in command
+    assert "accelerate.commands.launch" in command
     assert "lm_pcfg: error" not in said
     step = int(said.rpartition(" after step ")[2].partition(";")[0])
     assert checkpoint.verify(saved(tmp_path)[-1])["step"] == step

@@ -62,7 +62,7 @@ def training_on_shards(folder: Path) -> list[str]:
 
 
 def training_on_the_embedded_text(folder: Path) -> list[str]:
-    """It is made under data/embedded."""
+    """It is made in the user's cache, here cache/lm_pcfg/embedded."""
     return [*small_training(folder), "data.train=embedded:valid", "data.valid=null", "training.max_steps=1"]
 
 
@@ -265,6 +265,17 @@ def test_after_two_faults_a_training_ends_as_if_nothing_had_been(programme, shar
     second = Sweep(programme, first.arguments, begin=first.disk.now())
     assert second.wanted == first.wanted
     second.run(share)
+
+
+@SAMPLE_OR_ALL
+def test_after_a_fault_a_resume_with_other_settings_ends_as_if_nothing_had_been(programme, share):
+    """The earlier settings are kept beside the new ones, once."""
+    arguments = small_training(programme.folder)
+    write_image(programme.watched, {})
+    assert programme.run([*arguments, "training.max_steps=2"]).status == 0
+    sweep = Sweep(programme, [*arguments, "optimizer.learning_rate=0.01"], begin=read_image(programme.watched))
+    assert b"max_steps: 2" in sweep.end["runs/small/config.1.yaml"]
+    sweep.run(share)
 
 
 @pytest.mark.chaos

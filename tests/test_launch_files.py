@@ -88,20 +88,41 @@ def test_a_warning_that_comes_while_srun_starts_is_repeated(tmp_path):
         # The first signal is lost, the second one ends it as it would the workers.
         "srun": "trap 'trap \"exit 0\" USR1' USR1; kill -USR1 $PPID; for _ in {1..200}; do sleep 0.1; done",
     }
-    for name, text in programs.items():
-        (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    script = (
-        f'repository={LAUNCH.parent}; source "$repository/launch/slurm/job.sh"; '
-        f"resolved() {{ echo '{tmp_path}/run'; }}; train_job ddp"
-    )
-    variables = {"VENV": str(tmp_path), "CONFIG": "any.yaml", "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
-    variables |= {"SLURM_JOB_NODELIST": "here", "PATH": os.environ["PATH"]}
-    result = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=30)
+    result = run_job(tmp_path, programs)
     assert result.stdout == "requeued 1\n", result.stderr
     assert "early warning: the workers are to save and stop" in result.stderr
     assert "not finished (status 0)" in result.stderr
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_run_that_failed_is_neither_started_nor_requeued(tmp_path, when):
+    programs = {
+        "accelerate": "",
+        "scontrol": "case $1 in show) echo JobState=RUNNING ;; requeue) echo requeued ;; esac",
+        "srun": f"echo started; echo it diverged >'{tmp_path}/run/FAILED'; exit 1",
+    }
+    (tmp_path / "run").mkdir()
+    if when == "before":
+        (tmp_path / "run" / "FAILED").write_text("it diverged\n")
+    result = run_job(tmp_path, programs)
+    assert result.returncode == 1
+    assert result.stdout == ("" if when == "before" else "started\n")
+    assert "run has FAILED: it diverged; it is left alone" in result.stderr
+
+
+def run_job(folder: Path, programs: dict[str, str]) -> subprocess.CompletedProcess:
+    """Run job.sh with these programs in the place of SLURM's; the run is `run` in the folder."""
+    for name, text in programs.items():
+        (folder / "bin" / name).parent.mkdir(exist_ok=True)
+        (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    script = (
+        f'repository={LAUNCH.parent}; source "$repository/launch/slurm/job.sh"; '
+        f"resolved() {{ echo '{folder}/run'; }}; train_job ddp"
+    )
+    variables = {"VENV": str(folder), "CONFIG": "any.yaml", "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
+    variables |= {"SLURM_JOB_NODELIST": "here", "PATH": os.environ["PATH"]}
+    return subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=30)
 
 
 def split_by_job_script(folder: Path, overrides: str | None) -> subprocess.CompletedProcess:

@@ -111,7 +111,7 @@ def test_a_search_that_is_stopped_stops_what_it_trains_at_once(file, number):
             for pid in trained:
                 kill(pid)
     for name in ("control", "two"):
-        assert "; the same command with resume=auto continues it" in (runs / f"{name}.log").read_text()
+        assert "; the same search continues it" in (runs / f"{name}.log").read_text()
     assert not (runs / "three").exists()
     if number != signal.SIGKILL:
         assert status == 0

@@ -117,7 +117,14 @@ def test_sections_fit_the_corpus(config: Path) -> None:
         ("resume=true", "resume = True should be false, auto or the path of a checkpoint"),
         ("model.init=normal(0.1)", "model.init = 'normal(0.1)' should be xavier_normal, xavier_uniform, normal("),
         ("model.init=normal(0, 0.1)", "model.init = 'normal(0, 0.1)' should be"),
-        ("name=a/b", "name = 'a/b' should match"),
+        ("name=a/b", "name = 'a/b' should be letters, digits and . _ + = - only, and begin with a letter"),
+        ("name=.a", "name = '.a' should be letters, digits"),
+        ("lr=0.1", "unknown key 'lr' (did you mean 'optimizer.learning_rate'?)"),
+        ("batch_size=8", "unknown key 'batch_size' (did you mean 'batch.sentences'?)"),
+        ("model.hidden=8", "unknown key 'model.hidden' (did you mean 'model.dimension'?)"),
+        ("n=8", "(did you mean 'model.nonterminals'?)"),
+        ("num_epochs=8", "(did you mean 'training.epochs'?)"),
+        ("xyz=3", "unknown key 'xyz' (--print-config lists all keys)"),
         ("name=12", "name = 12 should be text (in quotes if need be)"),
     ],
 )  # fmt: skip
@@ -269,7 +276,9 @@ def test_yaml_surprises_stay_out(config: Path) -> None:
 
 
 def test_name_from_the_file(tmp_path: Path) -> None:
-    for stem, name in {"a b": "a-b", ".hidden": "hidden", "é": "run", "ptb_4096.v2": "ptb_4096.v2"}.items():
+    names = {"a b": "a-b", ".hidden": "hidden", "größe": "größe", "…": "run", "ptb_4096.v2": "ptb_4096.v2"}
+    names["gro\u0308\u00dfe"] = "größe"  # as some systems write it
+    for stem, name in names.items():
         path = tmp_path / f"{stem}.yaml"
         path.write_text(SMALLEST)
         assert load_settings(path, []).name == name

@@ -237,7 +237,7 @@ def test_info_and_dry_run(shards):
     assert "steps_per_epoch" in dry.stdout
     shard.write_bytes(b"x" * shard.stat().st_size)
     assert str(shard.relative_to(shards)) in error_line(lm_pcfg("info", "prepared", cwd=shards))
-    assert "cannot be read" in error_line(lm_pcfg("info", "shards", cwd=shards))
+    assert "neither a run, a checkpoint nor a prepared corpus" in error_line(lm_pcfg("info", "shards", cwd=shards))
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def test_other_data_on_resume_is_refused(tmp_path, monkeypatch):
 
 def test_another_model_on_resume_is_refused(tmp_path):
     run(tmp_path, "training.max_steps=1")
-    with pytest.raises(loop.UserError, match="does not fit the settings"):
+    with pytest.raises(loop.UserError, match=r"another vocabulary or model: model.nonterminals: 4 -> 5; keep"):
         run(tmp_path, "resume=auto", "model.nonterminals=5", "training.max_steps=2")
 
 

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What every sbatch script here does, sourced by it on the first node of a job: check the settings, start node.sh on every
-# node, pass stop signals on, and requeue the job until the run is FINISHED. docs/clusters.md has the variables.
+# node, pass stop signals on, and requeue the job until the run is FINISHED or has FAILED. docs/clusters.md has the variables.
 #
 # Needs `repository`, its folder. Afterwards: train_job ENGINE [SETTING ...]
 : "${repository:?}"
@@ -60,6 +60,7 @@ train_job() {
     say "$run_folder is FINISHED, nothing to do (to train it further remove that file; for another run set name=...)"
     exit 0
   fi
+  refuse_failed
   if [ -e "$run_folder/config.yaml" ]; then
     settings+=(resume=auto) # what OVERRIDES says of resume is for the first start of a run
   fi
@@ -108,12 +109,21 @@ train_job() {
   end_or_requeue "$status"
 }
 
+# A run that diverged would do so again.
+refuse_failed() {
+  if [ -e "$run_folder/FAILED" ]; then
+    fail "$run_folder has FAILED: $(head -c 2000 "$run_folder/FAILED"); it is left alone, so set name=... for another run," \
+      "or remove that file to continue from its last checkpoint"
+  fi
+}
+
 end_or_requeue() {
   local status=$1 state='' newest last='' starts=0 attempt
   if [ -e "$run_folder/FINISHED" ]; then
     say "$run_folder is FINISHED"
     exit 0
   fi
+  refuse_failed
   for attempt in 1 2 3 4 5 6; do # the controller may be away for a moment
     state=$(scontrol show job "$job" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
     if [ -n "$state" ]; then

@@ -32,7 +32,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.inference import report
 from lm_pcfg.settings import Section, Settings
 from lm_pcfg.settings_file import load_settings, parse_yaml
-from lm_pcfg.storage.durable import replace_file
+from lm_pcfg.storage.run_folder import FAILED, FINISHED, failure_of
 
 CONTROL = "control"
 EXPERIMENT = "MLFLOW_EXPERIMENT_NAME"
@@ -112,13 +112,12 @@ def _run_search(file: Path, overrides: list[str], runs: dict[str, Settings], onl
         try:
             loop.train(settings)
         except loop.TrainingStopped as error:  # the recipe's fault: the next one may do better
-            replace_file(folder / "FAILED", f"{error}\n".encode())
             warn(f"{name}: {error}")
             continue
         finally:
             gc.collect()
             free_memory()
-        if not (folder / "FINISHED").exists():
+        if not (folder / FINISHED).exists():
             return False
     return True
 
@@ -126,9 +125,9 @@ def _run_search(file: Path, overrides: list[str], runs: dict[str, Settings], onl
 def _left(runs: dict[str, Settings]) -> dict[str, Settings]:
     """Return the runs that have neither finished nor failed."""
     for name, settings in runs.items():
-        if (failed := _folder(settings) / "FAILED").exists():
-            warn(f"{name} failed before: {failed.read_text(errors='replace').strip()}")
-    ends = ("FINISHED", "FAILED")
+        if (failure := failure_of(_folder(settings))) is not None:
+            warn(f"{name} failed before: {failure}")
+    ends = (FINISHED, FAILED)
     return {
         name: settings for name, settings in runs.items() if not any((_folder(settings) / end).exists() for end in ends)
     }
@@ -167,7 +166,7 @@ def _several_at_once(file: Path, overrides: list[str], runs: dict[str, Settings]
                 if process.returncode:
                     broken.append(name)
                     warn(f"{name}: status {process.returncode}: {_last_line(_log(runs[name]))}")
-                elif (_folder(runs[name]) / "FINISHED").exists():
+                elif (_folder(runs[name]) / FINISHED).exists():
                     say(f"{name}: finished")
             time.sleep(_POLL_SECONDS)
     if broken:
@@ -196,7 +195,7 @@ def table(file: Path, overrides: list[str]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, line in lines.items():
-        ended = "" if line["finished"] else " (failed)" if (folders[name] / "FAILED").exists() else " (unfinished)"
+        ended = "" if line["finished"] else " (failed)" if (folders[name] / FAILED).exists() else " (unfinished)"
         changes = [*search.common, *overrides] if name == CONTROL else search.variants[name]
         best = line["best_valid_ppl"]
         against = None if best is None or control is None or name == CONTROL else best - control

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from lm_pcfg.commands.output import Json, show
+from lm_pcfg.commands.output import Json, WholeHelp, show
 from lm_pcfg.console import warn
 
-bench = typer.Typer(help="Measure.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(help="Measure.", cls=WholeHelp, no_args_is_help=True, rich_markup_mode=None)
 
 #: Benchmarks of the kernels, which read their own options: command -> (module of flash_inside.benchmarks, help).
 KERNEL_BENCHMARKS = {

@@ -13,8 +13,15 @@ from lm_pcfg.console import progress
 from lm_pcfg.errors import UserError
 
 
+def _has_model(folder: Path) -> bool:
+    """Whether a folder is a run or a checkpoint, as far as its files tell."""
+    return any((folder / part).exists() for part in ("state.json", "checkpoints", "best", "config.yaml", "config.json"))
+
+
 def info(
-    corpus: Annotated[Path | None, typer.Argument(help="Describe a prepared corpus, not a checkpoint.")] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="A run, a checkpoint or a prepared corpus.")
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="Checkpoint or run folder; default: the best checkpoint of the newest run under runs/."),
@@ -36,6 +43,10 @@ def info(
 ) -> None:
     """Describe a checkpoint and its grammar, or a prepared corpus."""
     wants_symbols = grammar or html is not None
+    if folder is not None and checkpoint is not None:
+        raise typer.BadParameter("FOLDER and --checkpoint both name what to describe: give one of them")
+    corpus = folder if folder is not None and not _has_model(folder) else None
+    checkpoint = checkpoint if corpus is not None else folder or checkpoint
     if corpus is not None and (wants_symbols or text is not None):
         raise typer.BadParameter("--grammar, --html and --text are for a checkpoint, not for a prepared corpus")
     if text is not None and not wants_symbols:
@@ -43,6 +54,8 @@ def info(
     if corpus is not None:
         from lm_pcfg.corpus.shards import prepared
 
+        if not (prepared.is_prepared(corpus) or prepared.unfinished(corpus)):
+            raise UserError(f"{corpus} is neither a run, a checkpoint nor a prepared corpus; give one like runs/tiny")
         manifest = prepared.read_manifest(corpus)
         prepared.verify(manifest)
         prepared.vocabulary_of(manifest)  # an error if it does not fit

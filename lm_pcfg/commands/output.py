@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from lm_pcfg.console import warn
 from lm_pcfg.errors import UserError
@@ -32,6 +33,15 @@ PrecisionOption = Annotated[
     Literal["fp64", "fp32", "tf32", "bf16"], typer.Option(help="Precision of the inside algorithm.")
 ]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
+
+
+class WholeHelp(TyperGroup):
+    """A group of commands whose list has the whole first sentence of each: Typer would cut it at the line's end."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(1000)) for name, one in commands.items() if one])
 
 
 def print_json(report: dict[str, Any]) -> None:

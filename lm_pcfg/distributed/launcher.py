@@ -19,6 +19,7 @@ _OF_PROGRAMS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 #: Set for the runs that a search trains at once.
 OF_A_SEARCH = "LM_PCFG_SEARCH"
 _started_by: int | None = None  # the launcher's process, as it was when this one began
+_started_with: list[str] = []  # the launcher's command
 
 
 class LauncherGone(SystemExit):
@@ -40,12 +41,13 @@ def follow() -> None:
 
     If it died even earlier, no signal comes: then this process has another parent already, and leaves.
     """
-    global _started_by
+    global _started_by, _started_with
     if not has_launcher():
         return
     first = _started_by is None
     if _started_by is None:
         _started_by = os.getppid()
+        _started_with = _command_of(_started_by)
     if not sys.platform.startswith("linux"):
         return
     set_parent_death_signal = 1
@@ -86,6 +88,19 @@ def identity() -> str:
     except OSError:  # no Linux: without its age
         started = ""
     return f"{socket.gethostname()} {parent} {started}".strip()
+
+
+def command_line() -> list[str]:
+    """Return the words that started this process's launcher; none without one, or where the system does not say."""
+    return _started_with
+
+
+def _command_of(process: int) -> list[str]:
+    try:
+        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]
+    except OSError:
+        return []
+    return [os.fsdecode(word) for word in words]
 
 
 def tell_failure(line: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def _verify_run(run: Path, on_checkpoint: Callable[[], None]) -> Findings:
             found.damaged.append(run_folder.none_left(run))
         _try(lambda: load_settings(run / checkpoint.CONFIG), found)
         _try(lambda: load_vocabulary(run / checkpoint.VOCABULARY), found)
+    for earlier in run_folder.earlier_configs(run):
+        _try(partial(load_settings, earlier), found)
     if problem := checkpoint.dangling_best(run):
         found.damaged.append(problem)
     found.counts["metric_lines"], problems = check_metrics(run / "metrics.jsonl", (newest or {}).get("metrics"))

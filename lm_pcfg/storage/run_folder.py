@@ -20,6 +20,10 @@ from lm_pcfg.storage import checkpoint, durable
 from lm_pcfg.storage.durable import replace_file
 
 LAST_CHECKPOINT = "last_checkpoint"
+FINISHED, FAILED = "FINISHED", "FAILED"  # how a run ended by itself: files that say why
+_EARLIER_CONFIG = re.compile(r"config\.([1-9][0-9]{0,8})\.yaml")
+_MOST_CONFIGS = 20  # that are kept: the first, and the newest
+_LARGEST_CONFIG = 1 << 20  # bytes; a few kilobytes are usual
 _LARGEST_NOTE = 1 << 16  # bytes of a file of one line
 
 
@@ -42,6 +46,11 @@ class Start:
         """
         if not self.continued:
             return self.given
+        if (failure := failure_of(self.folder)) is not None:
+            raise UserError(
+                f"{self.folder} has FAILED and is left alone ({failure}); start another run with name=..., or remove "
+                f"{self.folder / FAILED} to continue from its last checkpoint"
+            )
         if own := checkpoint.find_resumable(self.folder, warn):
             return own
         if had_checkpoint(self.folder):
@@ -110,6 +119,18 @@ def had_checkpoint(folder: Path) -> bool:
     return any(os.path.lexists(folder / name) for name in (LAST_CHECKPOINT, "best"))
 
 
+def failure_of(folder: Path) -> str | None:
+    """Say why a run has failed for good, so that no restart continues it; None: it has not."""
+    file = folder / FAILED
+    return (_note(file) or "its reason cannot be read") if os.path.lexists(file) else None
+
+
+def earlier_configs(folder: Path) -> list[Path]:
+    """Return the settings of earlier stretches of a run that were replaced by others, oldest first."""
+    found = [(int(match[1]), entry) for entry in folder.iterdir() if (match := _EARLIER_CONFIG.fullmatch(entry.name))]
+    return [file for _, file in sorted(found)]
+
+
 def _started_from(folder: Path) -> Path | None:
     """Find the checkpoint of another run that this one began with, if it was stopped before it had any of its own."""
     file = folder / "started_from"
@@ -128,7 +149,7 @@ def none_left(folder: Path) -> str:
 
 def damaged_notes(folder: Path) -> list[str]:
     """Say which of the small files of a run cannot be read."""
-    files = [folder / name for name in ("mlflow_run_id", "started_from", LAST_CHECKPOINT)]
+    files = [folder / name for name in ("mlflow_run_id", "started_from", LAST_CHECKPOINT, FAILED)]
     return [f"{file} is damaged" for file in files if os.path.lexists(file) and not _note(file)]
 
 
@@ -158,6 +179,11 @@ def _launched_by(folder: Path) -> str:
 def _is_run(folder: Path) -> bool:
     parts = ("config.yaml", "checkpoints", "metrics.jsonl", LAST_CHECKPOINT)
     return any((folder / part).exists() for part in parts)
+
+
+def _without_resume(config: bytes) -> list[bytes]:
+    """Return the lines of a config but for the one that says how the last command was given."""
+    return [line for line in config.splitlines() if not line.startswith(b"resume:")]
 
 
 def _lock(file: IO[str]) -> None:
@@ -217,19 +243,41 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error.strerror or error}") from error
 
-    def begin(self, config: str, vocabulary: Vocabulary, source: Path | None = None) -> None:
-        """Write what a run is made of; it is not finished from now on.
+    def begin(self, config: str, vocabulary: Vocabulary, source: Path | None = None) -> Path | None:
+        """Write what a run is made of; it has neither finished nor failed from now on.
 
-        config: the settings as YAML; source: the checkpoint it continues from
+        config: the settings as YAML; source: the checkpoint it continues from. Return where other settings that the
+        run had before are kept; None if it had none.
         """
         with self.writing():
             if source is None:
                 (self.path / "started_from").unlink(missing_ok=True)
             elif checkpoint.run_folder_of(source) != self.path.resolve():
                 replace_file(self.path / "started_from", os.fsencode(source.resolve()) + b"\n")
-            (self.path / "FINISHED").unlink(missing_ok=True)
+            for end in (FINISHED, FAILED):
+                (self.path / end).unlink(missing_ok=True)
             vocabulary.save(self.path / "vocab")
-            replace_file(self.path / "config.yaml", config.encode())
+            kept = self._keep_config(config.encode())
+            replace_file(self.path / checkpoint.CONFIG, config.encode())
+        return kept
+
+    def _keep_config(self, new: bytes) -> Path | None:
+        """Keep config.yaml as config.1.yaml, config.2.yaml ... if it is about to be replaced by other settings."""
+        file = self.path / checkpoint.CONFIG
+        if not file.is_file() or file.stat().st_size > _LARGEST_CONFIG:
+            return None
+        before = durable.read_file(file, _LARGEST_CONFIG)
+        if _without_resume(before) == _without_resume(new):
+            return None
+        kept = earlier_configs(self.path)
+        if kept and durable.read_file(kept[-1], _LARGEST_CONFIG) == before:
+            return kept[-1]  # a kill came between this and the new one
+        number = int(kept[-1].name.split(".")[1]) + 1 if kept else 1
+        beside = self.path / f"config.{number}.yaml"
+        replace_file(beside, before)
+        for old in kept[1 : max(1, len(kept) + 2 - _MOST_CONFIGS)]:
+            old.unlink()
+        return beside
 
     @property
     def tracking_id(self) -> str | None:
@@ -250,7 +298,12 @@ class RunFolder:
         with self.writing():
             replace_file(self.path / "environment.json", environment.encode())
 
-    def mark_finished(self, finished: bool, reason: str) -> None:
-        if finished:
-            with self.writing():
-                replace_file(self.path / "FINISHED", f"{reason}\n".encode())
+    @property
+    def finished(self) -> str | None:
+        """How the run has ended by itself; None: it has not."""
+        return _note(self.path / FINISHED) or None
+
+    def mark(self, end: str, reason: str) -> None:
+        """Say in the file FINISHED or FAILED why the run has ended by itself."""
+        with self.writing():
+            replace_file(self.path / end, f"{reason}\n".encode())

@@ -16,12 +16,14 @@ from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml, load_settings
 from lm_pcfg.storage import checkpoint, durable
 from lm_pcfg.storage.checkpoint import CONFIG, VOCABULARY
+from lm_pcfg.storage.run_folder import earlier_configs
 
 Warn = Callable[[str], None]
 
 _LARGEST_CONFIG = 1 << 20  # bytes; a few kilobytes are usual
 _MOST_NAMED = 4  # settings that a warning lists
 _NOT_OF_A_MODEL = ("resume",)  # how the last command was given
+_OTHER = "is not what the checkpoint was trained with"
 
 
 def documents(settings: Settings, vocabulary: AnyVocabulary) -> dict[str, bytes]:
@@ -39,7 +41,9 @@ def open_settings(folder: Path, warn: Warn) -> Settings:
         return load_settings(of_run)
     settings = load_settings(folder / CONFIG)
     if _should_be_there(folder, of_run) and (problem := difference(settings, of_run)):
-        warn(f"{of_run} {problem}; the checkpoint's own is used")
+        kept = earlier_configs(of_run.parent) if problem.startswith(_OTHER) else []
+        if not any(difference(settings, earlier) is None for earlier in kept):  # then it is of an earlier stretch
+            warn(f"{of_run} {problem}; the checkpoint's own is used")
     return settings
 
 
@@ -71,7 +75,7 @@ def difference(settings: Settings, config: Path) -> str | None:
         return None
     named = [f"{key} is {theirs.get(key)} there, {ours.get(key)} in the checkpoint" for key in keys[:_MOST_NAMED]]
     more = f", and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
-    return f"is not what the checkpoint was trained with: {', '.join(named)}{more}"
+    return f"{_OTHER}: {', '.join(named)}{more}"
 
 
 def other_vocabulary(folder: Path, of_run: Path) -> str | None:

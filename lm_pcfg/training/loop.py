@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -22,12 +23,20 @@ from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import MetricsFile
-from lm_pcfg.storage.run_folder import RunFolder, Start, claim_start
+from lm_pcfg.storage.run_folder import FAILED, FINISHED, RunFolder, Start, claim_start
 from lm_pcfg.storage.saving import Saver, load_fitting, tidy
 from lm_pcfg.training.documents import documents, open_vocabulary
 from lm_pcfg.training.evaluation import evaluate, is_due
 from lm_pcfg.training.mlflow_run import Status, environment_json
 from lm_pcfg.training.position import Window
+from lm_pcfg.training.resumption import (
+    Changes,
+    changes_since,
+    how_to_continue,
+    refusal_explained,
+    tell_changes,
+    tell_finished,
+)
 from lm_pcfg.training.signals import StopFlag, StopSignals
 from lm_pcfg.training.steps import Steps
 from lm_pcfg.training.tracking import track
@@ -55,21 +64,30 @@ def train(settings: Settings) -> Path:
         start = engine.on_main(choose)
         folder = RunFolder(start.folder, launcher.identity())
         source = engine.on_main(lambda: start.find_checkpoint(warn))
-        vocabulary = None
+        settings = settings.model_copy(update={"name": start.folder.name})  # it may be the second of its name
+        vocabulary, changes = None, Changes()
         if source is not None:
             tell = warn if engine.is_main else _nothing
+            changes = engine.on_all(lambda: changes_since(source, settings, tell))
             vocabulary = engine.on_all(lambda: open_vocabulary(source, tell))
         steps = Steps(settings, engine, vocabulary)
         same_run = source is not None and checkpoint.run_folder_of(source) == start.folder.resolve()
-        continued = restore(steps, source, same_run=same_run) if source is not None else None
-        engine.on_main(lambda: folder.begin(dump_yaml(settings), steps.corpora.vocabulary, source))
-        description = engine.describe()
-        if engine.is_main:
-            where = f", continued from step {steps.position.step}" if source else ""
-            shards = steps.computation.shards
-            emission = f", emission in {shards.count} shards" if shards is not None else ""
-            say(f"run {start.folder}{where}: {description}{emission}")
-        Trainer(steps, folder, stop, continued if same_run else None).run()
+        with refusal_explained(changes):
+            continued = restore(steps, source, same_run=same_run) if source is not None else None
+        finished = engine.on_main(lambda: folder.finished) if same_run and nothing_left(steps) else None
+        if finished is not None:
+            if engine.is_main:
+                tell_finished(start.folder, finished, changes)
+        else:
+            kept = engine.on_main(lambda: folder.begin(dump_yaml(settings), steps.corpora.vocabulary, source))
+            description = engine.describe()
+            if engine.is_main:
+                where = f", continued from step {steps.position.step}" if source else ""
+                shards = steps.computation.shards
+                emission = f", emission in {shards.count} shards" if shards is not None else ""
+                say(f"run {start.folder}{where}: {description}{emission}")
+                tell_changes(changes, kept, continued, steps.stream.plan.fingerprint)
+            Trainer(steps, folder, stop, continued if same_run else None).run()
         engine.close_at_exit()
     return start.folder
 
@@ -99,6 +117,17 @@ def restore(steps: Steps, source: Path, *, same_run: bool) -> dict[str, Any]:
     return loaded.state
 
 
+def nothing_left(steps: Steps) -> bool:
+    """Whether a run has made its last step, and evaluated it."""
+    ended = steps.position.step >= steps.total_steps or out_of_patience(steps)
+    return ended and not steps.position.evaluation_pending
+
+
+def out_of_patience(steps: Steps) -> bool:
+    patience = steps.settings.evaluation.patience
+    return patience is not None and steps.position.evaluations_since_best >= patience
+
+
 class Trainer:
     """Makes the steps, evaluates, writes metrics and checkpoints into a run folder, and decides when to end."""
 
@@ -114,6 +143,7 @@ class Trainer:
         self.tracker = track(self.settings, folder, self.corpora.vocabulary, self.engine.is_main)
         self._continued, self._saved_step = continued, continued["step"] if continued else 0
         self._skipped_reported = self.position.skipped
+        self._evaluated_step, self._diverged = self.position.step, ""  # the last evaluation, and what was wrong then
         self._clock = time.perf_counter()  # up to here the seconds of training are counted
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -128,8 +158,10 @@ class Trainer:
             self.engine.on_main(self.saver.wait)
             status = "FINISHED" if finished else "KILLED"
             if self.engine.is_main:
-                self.folder.mark_finished(finished, reason)
-                say(reason if finished else f"{reason}; the same command with resume=auto continues it")
+                self._tell_end(finished, reason)
+        except TrainingStopped as error:  # on the main process
+            self._mark_failed(error)
+            raise
         except KeyboardInterrupt:
             status = "KILLED"
             raise
@@ -138,6 +170,23 @@ class Trainer:
             self.tracker.finish(
                 status, SECONDS_FOR_TRACKING_AFTER_FAILURE if status == "FAILED" else SECONDS_FOR_TRACKING
             )
+
+    def _tell_end(self, finished: bool, reason: str) -> None:
+        if finished:
+            self.folder.mark(FINISHED, reason)
+        if not finished:
+            say(f"{reason}; {how_to_continue(self.folder.path)}")
+        elif self.settings.training.max_steps == self.position.step and not out_of_patience(self.steps):
+            say(f"{reason}; {how_to_continue(self.folder.path, 'training.max_steps=null')}")
+        else:
+            say(reason)
+
+    def _mark_failed(self, error: TrainingStopped) -> None:
+        """Leave a word for whoever would start the run again: a restart, a job script, a search."""
+        try:
+            self.folder.mark(FAILED, str(error))
+        except UserError as failure:
+            warn(str(failure))
 
     def _begin(self) -> None:
         with self.folder.writing():
@@ -161,7 +210,7 @@ class Trainer:
         self._clock = time.perf_counter()
         if position.evaluation_pending and self._evaluate(bar):  # the run was stopped before this evaluation
             self._save()
-        while position.step < steps.total_steps and not self._out_of_patience():
+        while position.step < steps.total_steps and not out_of_patience(steps):
             if self._stop_agreed():
                 if position.evaluation_pending or position.step != self._saved_step:
                     self._save()
@@ -193,7 +242,8 @@ class Trainer:
                 best = f", best S-F1 {trees:.2f} at step {position.best_step} (validation perplexity {ppl:.3f})"
         if position.evaluation_pending:  # the stop came at the very last step
             return False, f"stopped by {stop.received or 'another process'} before the last evaluation"
-        why = "no improvement" if self._out_of_patience() else "finished"
+        self.engine.on_main(self._stop_if_diverged)
+        why = "no improvement" if out_of_patience(steps) else "finished"
         return True, f"{why} after step {position.step}{best}"
 
     def _report_skipped(self, bar: Progress) -> None:
@@ -214,16 +264,28 @@ class Trainer:
                 f"{checkpoint.latest(self.folder.path) or 'none'}; try a lower learning rate or a longer warm-up"
             )
 
+    def _stop_if_diverged(self) -> None:
+        """A run that ends without a usable model has failed: its last evaluation, or all updates before it, tell."""
+        why = self._diverged or ("no update was finite" if self._no_finite_update() else "")
+        if why:
+            self.saver.wait()
+            raise TrainingStopped(
+                f"the training diverged: at its end, step {self.position.step}, {why}; checkpoint to go back to: "
+                f"{checkpoint.best(self.folder.path) or checkpoint.latest(self.folder.path) or 'none'}; try a lower "
+                "learning rate or a longer warm-up"
+            )
+
+    def _no_finite_update(self) -> bool:
+        """Whether all updates since the last evaluation were skipped."""
+        made = self.position.step - self._evaluated_step
+        return made > 0 and self.position.skipped_in_a_row >= made
+
     def _stop_agreed(self) -> bool:
         """Return whether any process was asked to stop. A checkpoint that could not be written ends the run on all."""
         asked, failed = self.engine.sums([float(self.stop.received is not None), float(self.saver.failed())])
         if failed:
             self.engine.on_main(self.saver.wait)
         return asked > 0
-
-    def _out_of_patience(self) -> bool:
-        patience = self.settings.evaluation.patience
-        return patience is not None and self.position.evaluations_since_best >= patience
 
     # ---- evaluation, metrics, checkpoints ---------------------------------------------------------------------------
 
@@ -239,6 +301,11 @@ class Trainer:
             return False
         score = result.score
         nll = score.nll / score.tokens if score.tokens else None
+        if nll is None or not math.isfinite(nll):
+            self._diverged = "no sentence of the validation text has a finite probability"
+        else:
+            self._diverged = "no update since the evaluation before was finite" if self._no_finite_update() else ""
+        self._evaluated_step = self.position.step
         by_trees = self.settings.evaluation.select == "trees"
         improved = self.position.take_evaluation(nll, score.impossible, result.s_f1 if by_trees else None)
         self._record(result.metrics())

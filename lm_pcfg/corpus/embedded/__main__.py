@@ -12,7 +12,7 @@ if "--checksums" in sys.argv[1:]:
         print(f'    "{file_name}": "{digest}",')
     print("}")
 else:
-    paths = files.materialise(Path(sys.argv[1]) if len(sys.argv) > 1 else files.DEFAULT_FOLDER)
+    paths = files.materialise(Path(sys.argv[1])) if len(sys.argv) > 1 else files.cached()
     for path in paths.values():
         print(path)
     lines = [line.split() for line in paths["test.txt"].read_text().splitlines()]

@@ -1,6 +1,10 @@
 """The corpus as files: generated on first use, the same bytes on every machine."""
 
+import errno
 import hashlib
+import os
+import stat
+import tempfile
 from itertools import islice
 from pathlib import Path
 
@@ -11,7 +15,6 @@ from lm_pcfg.corpus.embedded.templates import source_pcfg
 from lm_pcfg.storage.durable import make_folder, remove_leftovers, replace_file
 
 PREFIX = "embedded:"
-DEFAULT_FOLDER = Path("data/embedded")
 
 
 def generate() -> dict[str, bytes]:
@@ -54,8 +57,42 @@ def _is_right(path: Path, digest: str) -> bool:
     return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest
 
 
-def resolve(name: str, root: Path = DEFAULT_FOLDER) -> Path:
-    """`embedded:test` (text) or `embedded:test.trees` -> the path of the generated file; any other name as it is."""
+def cached() -> dict[str, Path]:
+    """Write the files into the user's cache, never into the working folder; where that cannot be, among temporary ones.
+
+    Return the paths by file name.
+    """
+    try:
+        return materialise(cache_folder())
+    except OSError:
+        return materialise(_temporary_folder())
+
+
+def cache_folder() -> Path:
+    """Return XDG_CACHE_HOME/lm_pcfg/embedded, by default below ~/.cache."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        cache = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    except RuntimeError:  # a user without a home
+        return _temporary_folder()
+    return cache / "lm_pcfg" / "embedded"
+
+
+def _temporary_folder() -> Path:
+    """Return a folder of this user's own: in a shared one, others could put other files in the place of these."""
+    own = Path(tempfile.gettempdir()) / f"lm_pcfg-{os.getuid()}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    status = own.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
+        raise OSError(errno.EPERM, f"{own} is open to others; set XDG_CACHE_HOME to a folder of your own", str(own))
+    return own / "embedded"
+
+
+def resolve(name: str, root: Path | None = None) -> Path:
+    """`embedded:test` (text) or `embedded:test.trees` -> the path of the generated file; any other name as it is.
+
+    root: the folder of the files; None: the user's cache.
+    """
     if not name.startswith(PREFIX):
         return Path(name)
     file = name.removeprefix(PREFIX)
@@ -64,4 +101,4 @@ def resolve(name: str, root: Path = DEFAULT_FOLDER) -> Path:
     if file not in SHA256:
         known = [PREFIX + known.removesuffix(".txt") for known in SHA256]
         raise ValueError(f"no embedded text {name!r}; there are {', '.join(known)}")
-    return materialise(root)[file]
+    return (materialise(root) if root else cached())[file]
