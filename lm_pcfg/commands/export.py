@@ -27,13 +27,12 @@ def export(
         str | None, typer.Option(help="With --prune: a second text, for the perplexity before and after.")
     ] = None,
     max_length: Annotated[int, typer.Option(min=1, help="Leave out lines of texts of more words.")] = 250,
-    mlflow: Annotated[bool, typer.Option("--mlflow", help="Let MLflow load and serve the folder, too.")] = False,
     weights: WeightsOption = "auto",
     as_json: Json = False,
 ) -> None:
     """Write a model to a folder in the layout of the Hugging Face hub, with a model card.
 
-    `lm_pcfg.load` and --checkpoint open it, here or on the hub.
+    `lm_pcfg.load` and --checkpoint open it, here or on the hub; MLflow loads and serves it.
     """
     if prune is None and (prune_check is not None or prune_below != 1.0):
         raise typer.BadParameter("--prune-check and --prune-below go with --prune FILE")
@@ -43,6 +42,6 @@ def export(
     prepare_cpu()
     options = exports.ExportOptions(
         weights=weights, licence=license, score=score or [], prune=prune, prune_below=prune_below,
-        prune_check=prune_check, max_length=max_length, mlflow=mlflow,
+        prune_check=prune_check, max_length=max_length,
     )  # fmt: skip
     show(exports.export(model, folder, options), as_json)

@@ -85,9 +85,7 @@ def model_card(
 _SIZES = ("nonterminals", "preterminals", "states", "rank", "features", "dimension", "latent")
 
 
-def _figures(
-    description: dict[str, Any], figures: Sequence[Figure], unit: str, pruning: Pruning | None
-) -> list[str]:
+def _figures(description: dict[str, Any], figures: Sequence[Figure], unit: str, pruning: Pruning | None) -> list[str]:
     parts = ["## Figures\n"]
     best = description.get("best_nll")
     if best is not None:

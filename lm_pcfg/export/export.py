@@ -1,4 +1,4 @@
-"""Write a trained model to a folder that can be handed on: checked, perhaps pruned, with figures measured on the way."""
+"""Write a trained model to a folder that can be handed on, perhaps pruned, with figures that are measured here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class ExportOptions:
     prune_below: float = 1.0  # expected uses in that text
     prune_check: str | None = None  # a second text, for the perplexity before and after
     max_length: int = DEFAULT_LENGTH  # longer lines of texts are left out
-    mlflow: bool = False  # also for MLflow
 
 
 def export(path: Path | None, folder: Path, options: ExportOptions) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def export(path: Path | None, folder: Path, options: ExportOptions) -> dict[str,
     text = card.model_card(
         name=folder.resolve().name, licence=options.licence, description=description, figures=figures, pruning=pruning
     )
-    others = {exported.CARD: text.encode()} | ({exported.MLMODEL: mlmodel()} if options.mlflow else {})
+    others = {exported.CARD: text.encode(), exported.MLMODEL: mlmodel()}
     of_model = documents(_without_paths(stored.settings), stored.vocabulary)
     exported.save(folder, stored.tensors, of_model, description, others)
     exported.verify(folder)

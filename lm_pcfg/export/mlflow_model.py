@@ -9,15 +9,20 @@ The file MLmodel names this module as its loader. What the model is asked for is
 
 from __future__ import annotations
 
+import json
+import math
+import platform
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from lm_pcfg.errors import UserError
 
 if TYPE_CHECKING:  # it imports torch
     from lm_pcfg.inference.model import Model
 
-COLUMN = "text"  # of a table that is asked about
+COLUMN = "text"  # of a table of several columns
 TASKS = ("score", "parse")
 
 
@@ -28,7 +33,7 @@ class GrammarModel:
         self.model = model
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[Any]:
-        """model_input: lines of text, or a table with a column `text`; params: {"task": "score" or "parse"}
+        """Score or parse lines: a list, or a table with one column or a column `text`. params: {"task": "parse"}
 
         A line without a probability (blank, or impossible) has None, one without a tree an empty string.
         """
@@ -39,8 +44,6 @@ class GrammarModel:
         return tasks[task](_lines(model_input))
 
     def score(self, lines: Sequence[str]) -> list[float | None]:
-        import math
-
         return [value if math.isfinite(value) else None for value in self.model.score(lines).tolist()]
 
     def parse(self, lines: Sequence[str]) -> list[str]:
@@ -61,9 +64,9 @@ def _lines(given: Any) -> list[str]:
     if isinstance(given, str):
         return [given]
     if hasattr(given, "columns"):
-        if COLUMN not in given.columns:
+        if COLUMN not in given.columns and len(given.columns) != 1:
             raise UserError(f"the table has no column {COLUMN!r}: it has {', '.join(map(str, given.columns))}")
-        given = given[COLUMN]
+        given = given[COLUMN if COLUMN in given.columns else given.columns[0]]
     elif isinstance(given, dict):
         given = given.get(COLUMN, ())
     lines = given.tolist() if hasattr(given, "tolist") else list(given)
@@ -73,15 +76,12 @@ def _lines(given: Any) -> list[str]:
 
 
 def mlmodel() -> bytes:
-    """Return the file MLmodel: which module opens the folder, what goes in, and the parameter `task`."""
-    import mlflow.pyfunc
-    from mlflow.models import Model as Description
-    from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
+    """Return the file MLmodel: which module opens the folder, what goes in, and the parameter `task`.
 
-    signature = ModelSignature(
-        inputs=Schema([ColSpec("string", COLUMN)]), params=ParamSchema([ParamSpec("task", "string", TASKS[0])])
-    )
-    description = Description(signature=signature)
-    mlflow.pyfunc.add_to_model(description, loader_module=__name__)
-    return description.to_yaml().encode()
+    It is written without MLflow, which takes seconds to import.
+    """
+    inputs = [{"type": "string", "required": True}]
+    parameters = [{"name": "task", "type": "string", "default": TASKS[0], "shape": None}]
+    loader = {"loader_module": __name__, "python_version": platform.python_version()}
+    signature = {"inputs": json.dumps(inputs), "outputs": None, "params": json.dumps(parameters)}
+    return yaml.safe_dump({"flavors": {"python_function": loader}, "signature": signature}).encode()

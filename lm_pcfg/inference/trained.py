@@ -24,6 +24,7 @@ from lm_pcfg.storage import checkpoint, exported, hub
 from lm_pcfg.training.documents import open_settings, open_vocabulary
 
 Weights = Literal["auto", "ema", "raw"]
+EMISSION = ("features", "embeddings", "log_normalizers")  # names of its tensors where a grammar is stored
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,7 @@ def computed(stored: StoredModel, device: str) -> TrainedGrammar:
 def grammar_tensors(grammar: Grammar | DenseGrammar) -> dict[str, Tensor]:
     """Return the tensors of a grammar by their names: what the form "grammar" stores."""
     rules = grammar.rules._asdict()
-    features, embeddings, normalizers = grammar.emission.tensors
-    return {**rules, "features": features, "embeddings": embeddings, "log_normalizers": normalizers}
+    return {**rules, **dict(zip(EMISSION, grammar.emission.tensors, strict=True))}
 
 
 def grammar_of(stored: StoredModel, device: str) -> Grammar | DenseGrammar:
@@ -146,7 +146,7 @@ def grammar_of(stored: StoredModel, device: str) -> Grammar | DenseGrammar:
     rules = ("root", "pairs") if "pairs" in tensors else ("root", "left", "right")
     try:
         root, *sides = (tensors.pop(name) for name in rules)
-        features, embeddings, normalizers = (tensors.pop(name) for name in ("features", "embeddings", "log_normalizers"))
+        features, embeddings, normalizers = (tensors.pop(name) for name in EMISSION)
         (p, d), n = features.shape, len(sides[0])
         symbols = [n + p] * (len(sides[0].shape) - 1)
         fits = (

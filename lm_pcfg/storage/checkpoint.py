@@ -182,9 +182,7 @@ def _verify_file(path: Path, size: int, sha256: str) -> None:
         raise CheckpointError(f"{path} cannot be read: {durable.reason(error)}") from error
 
 
-def load(
-    folder: Path, *, device: str | torch.device = "cpu", with_optimizer: bool, state_name: str = STATE
-) -> Loaded:
+def load(folder: Path, *, device: str | torch.device = "cpu", with_optimizer: bool, state_name: str = STATE) -> Loaded:
     """Check the files that are wanted and open them; without the optimizer its file may be missing."""
     wanted = {MODEL, EMA} | ({OPTIMIZER} if with_optimizer else set())
     state = verify(folder, only=wanted, state_name=state_name)

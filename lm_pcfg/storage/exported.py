@@ -1,9 +1,9 @@
 """An exported model: a folder in the layout of the Hugging Face hub, complete or absent, checked before use.
 
-    FOLDER/  model.safetensors  config.json  config.yaml  vocab/  README.md  [MLmodel]
+    FOLDER/  model.safetensors  config.json  config.yaml  vocab/  README.md  MLmodel
 
 config.json is to an export what state.json is to a checkpoint: it has the hashes of the other files, and its own.
-README.md (the model card) and MLmodel (which lets MLflow open the folder) have no hashes: people and MLflow change them.
+README.md (the model card) and MLmodel (by which MLflow opens the folder) have no hashes: people and MLflow change them.
 Nothing here is code or pickle, and names of files cannot leave the folder.
 """
 
@@ -54,7 +54,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Return config.json of an export, whole and with names of files that an export has; the files are not looked at."""
+    """Return config.json, whole and with no names but those of an export's files, which are not looked at."""
     kind = _kind(folder)
     if kind is not None and kind != KIND:
         shown = repr(kind)[:40]
