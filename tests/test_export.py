@@ -25,6 +25,7 @@ from lm_pcfg.inference.symbols import load_text
 from lm_pcfg.inference.verification import verify
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import durable, exported
+from lm_pcfg.storage.run_folder import choose_start
 from lm_pcfg.storage.state_file import state_bytes
 from small_runs import write_untrained_run
 from test_every_family import section_of
@@ -81,10 +82,12 @@ def test_an_export_has_the_same_scores_to_the_last_digit_and_the_same_trees(runs
     np.testing.assert_array_equal(before.score(LINES), after.score(LINES))
     assert parsed(before) == parsed(after)
     assert before.vocabulary == after.vocabulary
-    again = export(tmp_path / "model", tmp_path / "again", ExportOptions())  # an export of an export
-    assert again["family"] == load_settings(runs / name / "config.yaml").model.family
-    for file in ("model.safetensors", "vocab/vocabulary.json", "config.yaml"):
-        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "model" / file).read_bytes()
+
+
+def test_an_export_of_an_export_is_the_same(folder, tmp_path):
+    export(folder, tmp_path / "again", ExportOptions())
+    for file in (*HASHED, "MLmodel"):
+        assert (tmp_path / "again" / file).read_bytes() == (folder / file).read_bytes()
 
 
 def test_every_command_that_takes_a_checkpoint_takes_an_export(folder, tmp_path):
@@ -97,6 +100,11 @@ def test_every_command_that_takes_a_checkpoint_takes_an_export(folder, tmp_path)
     ):  # fmt: skip
         assert ran(command, *arguments, "--checkpoint", folder).strip(), command
     assert "nothing damaged" in ran("verify", folder)
+
+
+def test_an_export_cannot_be_trained_further(folder, tmp_path):
+    with pytest.raises(UserError, match=r"exported model: .* not trained further"):
+        choose_start(load_settings(folder / "config.yaml", [f"resume={folder}"]), launcher="")
 
 
 def test_averaged_weights_are_exported_unless_the_others_are_asked_for(runs, tmp_path):
@@ -166,7 +174,7 @@ HASHED = ("config.json", "config.yaml", "model.safetensors", "vocab/words.txt", 
 def test_damage_is_told(folder, name):
     file = folder / name
     whole = file.read_bytes()
-    for place in range(0, len(whole), max(1, len(whole) // 9)):
+    for place in range(0, len(whole), max(1, len(whole) // 3)):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         with pytest.raises(UserError, match=r"model"):
             lm_pcfg.load(folder)
@@ -272,6 +280,9 @@ def test_pruning_keeps_the_loss_that_it_states(runs, tmp_path, name):
         for file, key in ((text, "prune_ppl"), (second, "prune_check_ppl")):
             assert perplexity_of(model, file) == report[key + ending]
     assert report["prune_ppl"] != report["prune_ppl_before"]
+    assert "model.preterminals=" in report["trained_with"] or "model.nonterminals=" in report["trained_with"]
+    export(tmp_path / "model", tmp_path / "again", ExportOptions())  # it stays known that it was pruned
+    assert exported.verify(tmp_path / "again") == exported.verify(tmp_path / "model")
     assert (report["form"] == "networks") == (name in ("sn_pcfg", "tables", "pieces"))
     smaller = lm_pcfg.load(tmp_path / "model").grammars[0].grammar
     for tensor in smaller.rules:  # probabilities again

@@ -37,7 +37,7 @@ class Pruning:
     below: float
     nonterminals: tuple[int, int]  # before, after
     preterminals: tuple[int, int]
-    settings: Sequence[str]  # of the model as it was trained, where they differ now
+    trained_with: str  # settings of the model as it was trained, where they differ now
     figures: Sequence[tuple[Figure, Figure]]
 
 
@@ -73,8 +73,8 @@ def model_card(
         f'```python\nimport lm_pcfg\n\nmodel = lm_pcfg.load("{_text(name)}")  # this folder, or owner/name on the hub\n'
         'model.score(["the cat sat"])  # natural log-probabilities\n```\n',
         f"```bash\nlm_pcfg score text.txt --checkpoint {quoted}\nlm_pcfg sample --checkpoint {quoted}\n```\n",
-        *_figures(description, figures, unit, pruning),
-        *(_pruning(pruning) if pruning else []),
+        *_figures(description, figures, unit),
+        *(_pruning(pruning, unit) if pruning else []),
         "## Files\n",
         "`model.safetensors` has the tensors, `vocab/` the vocabulary, and `config.json` the sizes and hashes by which "
         "`lm_pcfg.load` and `lm_pcfg verify` tell a damaged file. There is no code and no pickle in this folder.\n",
@@ -85,26 +85,27 @@ def model_card(
 _SIZES = ("nonterminals", "preterminals", "states", "rank", "features", "dimension", "latent")
 
 
-def _figures(description: dict[str, Any], figures: Sequence[Figure], unit: str, pruning: Pruning | None) -> list[str]:
+def _figures(description: dict[str, Any], figures: Sequence[Figure], unit: str) -> list[str]:
     parts = ["## Figures\n"]
     best = description.get("best_nll")
     if best is not None:
-        before = " before it was pruned" if pruning else ""
-        command = shlex.join(["lm_pcfg", "train", "--config", "config.yaml", *(pruning.settings if pruning else [])])
+        before = " before it was pruned" if "pruned" in description else ""
+        changes = description.get("pruned", {}).get("trained_with", "").split()
+        command = shlex.join(["lm_pcfg", "train", "--config", "config.yaml", *changes])
         parts.append(
             f"Perplexity {perplexity(best):.3f} on the validation text of its training, at step "
             f"{description.get('best_step', 0):,}{before}: `{command}`.\n"
         )
     if figures:
         rows = [_row(_text(shown(one.file)), one.report) for one in figures]
-        parts.append("\n".join([*_head(unit, "perplexity"), *rows, ""]))
+        parts.append("\n".join([*_head(unit, f"perplexity per {unit[:-1]}"), *rows, ""]))
         parts.append(_commands(figures))
     if len(parts) == 1:
         parts.append("None was measured: `lm_pcfg export` measures with `--score FILE`.\n")
     return parts
 
 
-def _pruning(pruning: Pruning) -> list[str]:
+def _pruning(pruning: Pruning, unit: str) -> list[str]:
     text = _text(shown(pruning.file))
     counts = " and ".join(
         f"{after:,} of {before:,} {kind}"
@@ -119,7 +120,7 @@ def _pruning(pruning: Pruning) -> list[str]:
         "## Pruning\n",
         f"Symbols with less than {pruning.below:g} expected uses in the {first['lines']:,} lines of {text} were left "
         f"out, and the probabilities of the others divided by what is left: {counts} stay.\n",
-        "\n".join([*_head("words", "before", "after"), *rows, ""]),
+        "\n".join([*_head(unit, f"perplexity per {unit[:-1]} before", "after"), *rows, ""]),
         _commands([one for pair in pruning.figures for one in pair]),
     ]
 
@@ -131,8 +132,9 @@ def _head(unit: str, *columns: str) -> list[str]:
 
 def _row(name: str, report: dict[str, Any]) -> str:
     bound = "at most " if "ppl_at_most_elbo" in report else ""
-    counts = " | ".join(f"{report[key]:,}" for key in ("lines", "words", "unknown_words"))
-    return f"| {name} | {counts} | {bound}{report['ppl']:.3f} |"
+    share = report["unknown_words"] / report["pieces"]  # with a vocabulary of words, its pieces are the words
+    unknown = f"{report['unknown_words']:,} ({share:.1%})"
+    return f"| {name} | {report['lines']:,} | {report['words']:,} | {unknown} | {bound}{report['ppl']:.3f} |"
 
 
 def _commands(figures: Sequence[Figure]) -> str:

@@ -55,15 +55,15 @@ def export(path: Path | None, folder: Path, options: ExportOptions) -> dict[str,
     stored = read_stored(path, options.weights)
     if exported.is_export(folder) and stored.folder.resolve() == folder.resolve():
         raise UserError(f"{folder} cannot be exported to itself; name a new folder")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name, device = folder.resolve().name, "cuda" if torch.cuda.is_available() else "cpu"
     trained = computed(stored, device)
     pruning = None
     if options.prune is not None:
-        stored, trained, pruning = _prune(stored, trained, options, folder)
-    figures = [_figure(trained, file, folder.name, options) for file in options.score]
+        stored, trained, pruning = _prune(stored, trained, options, _source(path, stored), name)
+    figures = [_scored(trained, file, name, options)[0] for file in options.score]
     description = _description(stored, trained, pruning)
     text = card.model_card(
-        name=folder.resolve().name, licence=options.licence, description=description, figures=figures, pruning=pruning
+        name=name, licence=options.licence, description=description, figures=figures, pruning=pruning
     )
     others = {exported.CARD: text.encode(), exported.MLMODEL: mlmodel()}
     of_model = documents(_without_paths(stored.settings), stored.vocabulary)
@@ -96,6 +96,7 @@ def _description(stored: StoredModel, trained: TrainedGrammar, pruning: Pruning 
         "pieces": not isinstance(stored.vocabulary, Vocabulary),
         "parameters": trained.parameters,
         **{key: stored.state[key] for key in _OF_THE_STATE if stored.state.get(key) is not None},
+        **({"pruned": earlier} if (earlier := _earlier_pruning(stored)) else {}),
         **({"pruned": _pruning_report(pruning)} if pruning else {}),
     }
 
@@ -118,10 +119,6 @@ def _without_paths(settings: Settings) -> Settings:
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------
-
-
-def _figure(trained: TrainedGrammar, file: str, model: str, options: ExportOptions, *more: str) -> Figure:
-    return _scored(trained, file, model, options, *more)[0]
 
 
 def _scored(
@@ -147,7 +144,7 @@ def _warning(bar: Progress) -> Any:
 
 
 def _prune(
-    stored: StoredModel, trained: TrainedGrammar, options: ExportOptions, folder: Path
+    stored: StoredModel, trained: TrainedGrammar, options: ExportOptions, source: str, name: str
 ) -> tuple[StoredModel, TrainedGrammar, Pruning]:
     file, below = options.prune, options.prune_below
     assert file is not None
@@ -166,27 +163,35 @@ def _prune(
     weights = ("--weights", options.weights) if options.weights != "auto" else ()
     figures = []
     for text in (file, *([options.prune_check] if options.prune_check else [])):
-        was, had = _scored(trained, text, _source(stored), options, *weights)
-        now, has = _scored(after, text, folder.name, options)
+        was, had = _scored(trained, text, source, options, *weights)
+        now, has = _scored(after, text, name, options)
         if lost := sum(before and not still for before, still in zip(had, has, strict=True)):
-            name = display_name(text)
-            raise UserError(f"{lost:,} lines of {name} would have no probability any more; lower --prune-below")
+            those = f"{lost:,} lines of {display_name(text)}"
+            raise UserError(f"{those} would have no probability any more; lower --prune-below")
         figures.append((was, now))
     counts = [(one.nonterminals, len(one.emission.features)) for one in (grammar, check_prunable(after))]
     nonterminals, preterminals = zip(*counts, strict=True)
     was_model, is_model = (one.settings.model.model_dump(mode="json") for one in (stored, smaller))
-    settings = [f"model.{key}={value}" for key, value in was_model.items() if is_model[key] != value]
-    result = Pruning(file, below, nonterminals, preterminals, settings, figures)
+    changes = " ".join(f"model.{key}={value}" for key, value in was_model.items() if is_model[key] != value)
+    changes = _earlier_pruning(stored).get("trained_with", changes)
+    result = Pruning(file, below, nonterminals, preterminals, changes, figures)
     say(f"pruned: {nonterminals[1]:,} of {nonterminals[0]:,} nonterminals and {preterminals[1]:,} of "
         f"{preterminals[0]:,} preterminals stay")  # fmt: skip
     return smaller, after, result
 
 
-def _source(stored: StoredModel) -> str:
-    """Name the model that was pruned: a run by its name, or an export."""
-    if exported.is_export(stored.folder):
-        return stored.folder.name
-    return f"runs/{checkpoint.run_folder_of(stored.folder).name}"
+def _source(path: Path | None, stored: StoredModel) -> str:
+    """Name the model that was exported, as it was given."""
+    if path is None:
+        return f"runs/{checkpoint.run_folder_of(stored.folder).name}"
+    return shown(path).replace("hf:/", "hf://")  # Path makes one slash of two
+
+
+def _earlier_pruning(stored: StoredModel) -> dict[str, Any]:
+    """Return what config.json of a pruned export says, if that is what is exported again."""
+    earlier = stored.state.get("pruned")
+    good = isinstance(earlier, dict) and isinstance(earlier.get("trained_with"), str)
+    return earlier if good and earlier is not None else {}
 
 
 def _pruning_report(pruning: Pruning) -> dict[str, Any]:
@@ -194,6 +199,7 @@ def _pruning_report(pruning: Pruning) -> dict[str, Any]:
     report = {
         "prune_file": shown(pruning.file),
         "prune_below": pruning.below,
+        "trained_with": pruning.trained_with,
         "nonterminals_before": pruning.nonterminals[0],
         "nonterminals": pruning.nonterminals[1],
         "preterminals_before": pruning.preterminals[0],

@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 MODEL, OPTIMIZER, EMA, STATE = "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json"
 
+EXPORTED = "config.json"  # in place of state.json in an exported model
 CONFIG, VOCABULARY = "config.yaml", "vocab"  # a file and a folder, in a checkpoint as in a run
 
 _TENSORS = ".safetensors"
@@ -350,6 +351,8 @@ def resolve_checkpoint(
         raise CheckpointError(f"{path} {what}: name a run or checkpoint folder with {named_by}")
     if (path / STATE).exists() or _STEP_NAME.fullmatch(path.resolve().name):
         return run_folder_of(path.resolve()), path.resolve()
+    if (path / EXPORTED).exists():
+        raise CheckpointError(f"{path} is an exported model: it can be used, but not trained further; name its run")
     _tell_if_dangling(path, "the newest is used")
     checkpoint = best(path) or latest(path)
     if checkpoint is not None:

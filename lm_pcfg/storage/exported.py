@@ -22,7 +22,7 @@ from lm_pcfg.storage import checkpoint, durable
 from lm_pcfg.storage.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE, VOCABULARY, Loaded
 from lm_pcfg.storage.state_file import read_state
 
-DESCRIPTION = "config.json"
+DESCRIPTION = checkpoint.EXPORTED
 CARD, MLMODEL = "README.md", "MLmodel"
 KIND = "lm_pcfg"  # `model_type` in config.json
 #: How the model is stored: its networks' weights, or the tensors of a grammar that has no networks (a pruned one).
