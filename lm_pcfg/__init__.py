@@ -25,10 +25,11 @@ def load(
     *paths: str | PathLike[str], weights: Literal["auto", "ema", "raw"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto", prepare_cpu: bool = False,
 ) -> Model:  # fmt: skip
-    """Load a trained model from a run folder (its best checkpoint) or a checkpoint.
+    """Load a trained model from a run folder (its best checkpoint), a checkpoint, an exported folder or the hub.
 
-    paths        several: their even mixture in scores, next words and samples, their consensus in trees; none: the
-                 newest run under runs/
+    paths        hf://owner/name, or owner/name where no folder `owner` is here: a model on the Hugging Face hub, of
+                 which only its tensors, settings and vocabulary are read, never code; several: their even mixture in
+                 scores, next words and samples, their consensus in trees; none: the newest run under runs/
     weights      averaged weights where there are any (auto, ema), or those of the last step (raw)
     device       where to compute; auto: a GPU if there is one
     prepare_cpu  set the process's number of threads and make it flush denormal numbers to zero, as the commands do: a

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lm_pcfg.commands import bench, info, prepare, report, search, serve, train, verify
+from lm_pcfg.commands import bench, export, info, prepare, report, search, serve, train, verify
 from lm_pcfg.commands.output import WholeHelp
 from lm_pcfg.commands.text import evaluate, next_word, parse, sample, score, suite, surprisal
 from lm_pcfg.console import say
@@ -35,6 +35,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "suite": suite.suite,
     "info": info.info,
     "verify": verify.verify,
+    "export": export.export,
     "report": report.report,
     "search": search.search,
     "serve": serve.serve,

@@ -25,7 +25,7 @@ def blocks_of(page: str, language: str) -> list[str]:
 
 def commands() -> list[str]:
     """Without repetition, in the order of the pages."""
-    pages = ("README.md", "docs/data.md", "docs/training.md", "docs/benchmarks.md", "docs/report.md")
+    pages = ("README.md", "docs/data.md", "docs/training.md", "docs/export.md", "docs/benchmarks.md", "docs/report.md")
     blocks = [block for page in pages for block in blocks_of(page, "bash")]
     lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
     return list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))

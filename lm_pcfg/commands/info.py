@@ -24,7 +24,7 @@ def info(
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="Checkpoint or run folder; default: the best checkpoint of the newest run under runs/."),
+        typer.Option(help="Run, checkpoint or exported folder; default: the best of the newest run under runs/."),
     ] = None,
     as_json: Json = False,
     weights: WeightsOption = "auto",

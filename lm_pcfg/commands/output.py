@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # it imports torch
 Checkpoints = Annotated[
     list[Path] | None,
     typer.Option(
-        "--checkpoint", help="Checkpoint or run folder; default: the best checkpoint of the newest run under runs/. "
+        "--checkpoint", help="Run, checkpoint or exported folder, or owner/name on the Hugging Face hub; default: the "
+        "best checkpoint of the newest run under runs/. "
         "Given several times: their even mixture in scores, surprisals and next words, "
         "their consensus in trees.",
     ),

@@ -13,10 +13,10 @@ from lm_pcfg.console import progress
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, a checkpoint or a prepared corpus.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, a checkpoint, an export or a corpus.")],
     as_json: Json = False,
 ) -> None:
-    """Check all files of a run, a checkpoint or a prepared corpus. What is damaged is listed, with status 1."""
+    """Check all files of a run, a checkpoint, an export or a corpus. What is damaged is listed, with status 1."""
     from lm_pcfg.inference import verification
     from lm_pcfg.storage import checkpoint
 

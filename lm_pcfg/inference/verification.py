@@ -1,4 +1,4 @@
-"""Check everything that a run, a checkpoint or a prepared corpus is made of, and say what is damaged."""
+"""Check everything that a run, a checkpoint, an export or a prepared corpus is made of, and say what is damaged."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 from lm_pcfg.corpus.pieces import load_vocabulary
 from lm_pcfg.corpus.shards import prepared
 from lm_pcfg.errors import UserError
+from lm_pcfg.inference.trained import read_stored
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.storage import checkpoint, run_folder
+from lm_pcfg.storage import checkpoint, exported, run_folder
 from lm_pcfg.storage.metrics_file import check_metrics
 from lm_pcfg.training.documents import open_settings, open_vocabulary
 
@@ -28,6 +29,10 @@ def verify(folder: Path, on_checkpoint: Callable[[], None] = lambda: None) -> Fi
     """Check a folder of any kind; on_checkpoint is called after each checkpoint."""
     if prepared.is_prepared(folder):
         return _verify_corpus(folder)
+    if exported.is_export(folder):
+        found = Findings(str(folder), {"exports": 1})
+        _try(lambda: read_stored(folder), found)
+        return found
     if (folder / checkpoint.STATE).exists():
         found = Findings(str(folder), {"checkpoints": 1})
         _verify_checkpoint(folder, found, of_run=False)

@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 MODEL, OPTIMIZER, EMA, STATE = "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json"
 
+EXPORTED = "config.json"  # in place of state.json in an exported model
 CONFIG, VOCABULARY = "config.yaml", "vocab"  # a file and a folder, in a checkpoint as in a run
 
 _TENSORS = ".safetensors"
@@ -84,14 +85,29 @@ def save(
     """
     checkpoints = run_folder / "checkpoints"
     final = checkpoints / f"step-{step:08d}"
-    temporary = durable.temporary_name(final)
     tensor_files = {MODEL: model, OPTIMIZER: optimizer} | ({} if ema is None else {EMA: ema})
     if state.get("step", step) != step:
         raise ValueError(f"state is of step {state['step']}, but step {step} is saved")
+    try:
+        write_folder(final, tensor_files, documents or {}, {**state, "step": step})
+    except (OSError, SafetensorError, TypeError, ValueError) as error:
+        raise CheckpointError(f"cannot write checkpoint {final}: {durable.reason(error)}") from error
+    return final
+
+
+def write_folder(
+    final: Path, tensor_files: Mapping[str, dict[str, Tensor]], documents: Mapping[str, bytes], state: dict[str, Any],
+    *, state_name: str = STATE, unhashed: Mapping[str, bytes] | None = None,
+) -> None:  # fmt: skip
+    """Write a folder of tensors and documents that is complete or absent; the state has the hashes of all its files.
+
+    unhashed: files that people may change later.
+    """
+    temporary = durable.temporary_name(final)
     with _one_save_at_a_time:
         try:
-            durable.make_folder(checkpoints)
-            durable.remove_leftovers(checkpoints)
+            durable.make_folder(final.parent)
+            durable.remove_leftovers(final.parent)
             temporary.mkdir()
             files = {}
             for name, tensors in tensor_files.items():
@@ -100,19 +116,18 @@ def save(
                 (temporary / name).chmod(temporary.stat().st_mode & 0o666)
                 durable.fsync(temporary / name)
                 files[name] = {"sha256": _sha256(temporary / name), "size": (temporary / name).stat().st_size}
-            for name, content in (documents or {}).items():
+            for name, content in documents.items():
                 _write(temporary / name, content)
                 files[name] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-            _write(temporary / STATE, state_bytes({**state, "step": step, "format": FORMAT, "files": files}))
+            for name, content in (unhashed or {}).items():
+                _write(temporary / name, content)
+            _write(temporary / state_name, state_bytes({**state, "format": FORMAT, "files": files}))
             for folder in {(temporary / name).parent for name in files}:
                 durable.fsync(folder)
             durable.put_in_place(temporary, final)
-        except (OSError, SafetensorError, TypeError, ValueError) as error:
-            raise CheckpointError(f"cannot write checkpoint {final}: {durable.reason(error)}") from error
         finally:
-            # Not there after a success, unless an older step-N was swapped out into this name.
+            # Not there after a success, unless an older folder was swapped out into this name.
             shutil.rmtree(temporary, ignore_errors=True)
-    return final
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -142,12 +157,12 @@ def _sha256(path: Path) -> str:
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-def verify(folder: Path, *, only: set[str] | None = None) -> dict[str, Any]:
+def verify(folder: Path, *, only: set[str] | None = None, state_name: str = STATE) -> dict[str, Any]:
     """Check size and hash of every file (of the tensor files: of `only` these) and return the state.
 
     An error names what is wrong.
     """
-    state = read_state(folder / STATE)
+    state = read_state(folder / state_name)
     for name, expected in state["files"].items():
         if only is None or name in only or not name.endswith(_TENSORS):
             _verify_file(folder / name, size=expected["size"], sha256=expected["sha256"])
@@ -168,10 +183,10 @@ def _verify_file(path: Path, size: int, sha256: str) -> None:
         raise CheckpointError(f"{path} cannot be read: {durable.reason(error)}") from error
 
 
-def load(folder: Path, *, device: str | torch.device = "cpu", with_optimizer: bool) -> Loaded:
+def load(folder: Path, *, device: str | torch.device = "cpu", with_optimizer: bool, state_name: str = STATE) -> Loaded:
     """Check the files that are wanted and open them; without the optimizer its file may be missing."""
     wanted = {MODEL, EMA} | ({OPTIMIZER} if with_optimizer else set())
-    state = verify(folder, only=wanted)
+    state = verify(folder, only=wanted, state_name=state_name)
     tensors: dict[str, dict[str, Tensor]] = {}
     for name in sorted(wanted & state["files"].keys()):
         try:
@@ -336,6 +351,8 @@ def resolve_checkpoint(
         raise CheckpointError(f"{path} {what}: name a run or checkpoint folder with {named_by}")
     if (path / STATE).exists() or _STEP_NAME.fullmatch(path.resolve().name):
         return run_folder_of(path.resolve()), path.resolve()
+    if (path / EXPORTED).exists():
+        raise CheckpointError(f"{path} is an exported model: it can be used, but not trained further; name its run")
     _tell_if_dangling(path, "the newest is used")
     checkpoint = best(path) or latest(path)
     if checkpoint is not None:

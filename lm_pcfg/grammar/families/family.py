@@ -86,6 +86,15 @@ class Family:
         """Draw what a step leaves out: a function of its arguments alone, so that all processes agree."""
         return Dropout()
 
+    def cut(
+        self, model: Any, tensors: dict[str, Tensor], nonterminals: Tensor, preterminals: Tensor
+    ) -> tuple[Any, dict[str, Tensor]] | None:
+        """Return settings and weights of the model of these symbols alone; None: its weights cannot be taken apart so.
+
+        nonterminals, preterminals: their numbers, each kind from 0
+        """
+        return None
+
     def can_capture(self, model: Any, dropout: Dropout) -> bool:
         """Return whether CUDA graphs may replay the networks: steps have the same shapes, and are small enough to gain.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flash_inside.devices import chart_memory, check_memory
 from lm_pcfg.grammar.dropout import Dropout
@@ -60,3 +61,15 @@ class PCFGFamily(Family):
         sizes_change = dropout.kept is not None and model.state_dropout_until is not None
         nonterminals = self.chart_nonterminals(model) if dropout.kept is None else len(dropout.kept.nonterminals)
         return not sizes_change and nonterminals <= LARGEST_CAPTURED_N
+
+
+def cut_rows(
+    model: PCFGSection, tensors: dict[str, Tensor], nonterminals: Tensor, preterminals: Tensor, names: Sequence[str]
+) -> tuple[PCFGSection, dict[str, Tensor]]:
+    """Take the rows of these symbols out of tensors [N+P, ...], or [N, ...] where it has nonterminals alone."""
+    device = next(iter(tensors.values())).device
+    upper, lower = nonterminals.to(device), preterminals.to(device)
+    both = torch.cat((upper, lower + model.nonterminals))
+    rows = {name: upper if len(tensors[name]) == model.nonterminals else both for name in names if name in tensors}
+    sizes = {"nonterminals": len(nonterminals), "preterminals": len(preterminals)}
+    return model.model_copy(update=sizes), tensors | {name: tensors[name][some] for name, some in rows.items()}

@@ -12,8 +12,8 @@ from flash_inside.softmax import child_probabilities, product_precision
 from lm_pcfg.grammar.computation import EXACT, Computation
 from lm_pcfg.grammar.contexts import EncodedText, context_vectors
 from lm_pcfg.grammar.emission import Emission
-from lm_pcfg.grammar.families.pcfg import PCFGFamily
-from lm_pcfg.grammar.families.sections import SNPCFGSection
+from lm_pcfg.grammar.families.pcfg import PCFGFamily, cut_rows
+from lm_pcfg.grammar.families.sections import PCFGSection, SNPCFGSection
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.grammar.networks import FEW, ResidualLayer, initialise, residual_network, root_probabilities, rotation
 
@@ -168,6 +168,11 @@ class SNPCFG(PCFGFamily):
 
     def text_wanted(self, model: SNPCFGSection) -> int:
         return TEXT_FOR_CONTEXTS if model.init.scheme == "contexts" else 0
+
+    def cut(
+        self, model: SNPCFGSection, tensors: dict[str, Tensor], nonterminals: Tensor, preterminals: Tensor
+    ) -> tuple[PCFGSection, dict[str, Tensor]]:
+        return cut_rows(model, tensors, nonterminals, preterminals, ["symbols", "root_output"])
 
     def feature_rate(self, model: SNPCFGSection) -> float:
         return model.feature_dropout

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lm_pcfg.grammar.computation import EXACT, Computation
 from lm_pcfg.grammar.contexts import EncodedText
 from lm_pcfg.grammar.emission import Emission
-from lm_pcfg.grammar.families.pcfg import PCFGFamily
-from lm_pcfg.grammar.families.sections import TablesSection
+from lm_pcfg.grammar.families.pcfg import PCFGFamily, cut_rows
+from lm_pcfg.grammar.families.sections import PCFGSection, TablesSection
 from lm_pcfg.grammar.grammar import Grammar
 
 
@@ -81,6 +81,14 @@ class Tables(PCFGFamily):
             word_deviation=1.0 if init.words is None else init.words,
             seed=seed,
         )
+
+    def cut(
+        self, model: TablesSection, tensors: dict[str, Tensor], nonterminals: Tensor, preterminals: Tensor
+    ) -> tuple[PCFGSection, dict[str, Tensor]]:
+        section, rows = cut_rows(model, tensors, nonterminals, preterminals, ["root", "left", "right"])
+        columns = torch.cat((nonterminals, preterminals + model.nonterminals)).to(tensors["left"].device)
+        sides = {name: rows[name][:, columns] for name in ("left", "right")}
+        return section, {**rows, **sides, "emission": tensors["emission"][preterminals.to(columns.device)]}
 
     def fewest_weights(self, model: TablesSection, words: int) -> int:
         return 2 * model.nonterminals * (model.nonterminals + model.preterminals)
