@@ -1,0 +1,86 @@
+"""What depends on the lengths of a batch alone, on its device: made once, and kept for the next batch like it.
+
+Without it every pass would copy tables of row numbers to the GPU, and wait for each of these copies. Batches have
+sentences of similar length, so that the same lengths come again and again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flash_inside.packing import Layout, Run, SplitRows
+
+MOST_SPLITS_KEPT = 1 << 22  # of a chart; the rows of the others are computed block by block in each pass
+MOST_BYTES = 1 << 27  # of the plans that are kept, all together
+
+
+class Plan:
+    """The layout of a batch, and its tables as tensors. `size` is how many bytes they take."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device):
+        self.layout, self.lengths, self.device = Layout(lengths), tuple(lengths), device
+        layout = self.layout
+        self.leaf_word = self._there(layout.leaf_word)  # [words] in the caller's packing
+        self.sentence = self._there(layout.sentence_of_rows())  # [rows]
+        self.top_rows = self._there(layout.tops())  # [B]
+        order = np.array(layout.order)
+        self.order = self._there(order)  # [B] the caller's number of a sorted sentence
+        self.inverse = self._there(np.argsort(order))
+        self.sorted = layout.sorted
+        self.split_rows = SplitRows(layout, device, MOST_SPLITS_KEPT)
+        splits = sum(_splits(int(length)) for length in layout.lengths)
+        self.complete = splits <= MOST_SPLITS_KEPT  # from the second pass on the host computes no rows
+        self.size = 16 * min(splits, MOST_SPLITS_KEPT) + 8 * (layout.rows + layout.words + 3 * len(order))
+        self.met: set[object] = set()  # which computations there were with these lengths (graphs.py)
+        self._runs: dict[tuple[int, int, int], list[Run]] = {}
+
+    def _there(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def runs(self, width: int, rows: slice) -> list[Run]:
+        """Return the runs of a block of the spans of a width: see `Layout.runs`."""
+        key = width, rows.start, rows.stop
+        if key not in self._runs:
+            self._runs[key] = self.layout.runs(width, rows)
+        return self._runs[key]
+
+    def sort(self, values: Tensor) -> Tensor:
+        """Bring values of the caller's sentences into the order of the layout; no copy where it is the same."""
+        return values if self.sorted else values[self.order]
+
+    def unsort(self, values: Tensor) -> Tensor:
+        """Bring values of sorted sentences into the caller's order: a copy."""
+        return values[self.inverse]
+
+
+def _splits(length: int) -> int:
+    """Return how many splits all spans of a sentence have."""
+    return (length**3 - length) // 6
+
+
+_plans: OrderedDict[tuple[tuple[int, ...], torch.device], Plan] = OrderedDict()
+
+
+def plan_of(lengths: Sequence[int], device: torch.device) -> Plan:
+    """Return the plan of a batch: the one of an earlier batch with these lengths, if it is still there."""
+    key = tuple(lengths), device
+    if key in _plans:
+        _plans.move_to_end(key)
+        return _plans[key]
+    with torch.inference_mode(False), torch.no_grad():  # the next batch may need gradients
+        plan = Plan(lengths, device)
+    if plan.size <= MOST_BYTES:
+        _plans[key] = plan
+        while sum(kept.size for kept in _plans.values()) > MOST_BYTES:
+            _plans.popitem(last=False)
+    return plan
+
+
+def clear() -> None:
+    """Give back the memory of all plans."""
+    _plans.clear()
