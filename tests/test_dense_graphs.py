@@ -179,11 +179,18 @@ def test_scores_without_gradients_and_training_share_a_graph(device):
         assert_same(computed(inputs, lengths, "fp32"), expected)
 
 
-def test_no_memory_for_graphs_is_said_once_and_changes_nothing(device, monkeypatch):
-    def no_memory(*_):
-        raise torch.OutOfMemoryError
+@pytest.mark.parametrize("captures", [0, 1])  # that there is memory for; the second is the backward's
+def test_no_memory_for_graphs_is_said_once_and_changes_nothing(captures, device, monkeypatch):
+    devices.lasting_pool("dense")  # has a graph of its own
+    capture, met = devices.capture, []
 
-    monkeypatch.setattr(graphs, "_room", True)
+    def no_memory(*arguments):
+        met.append(arguments)
+        if len(met) > captures:
+            raise torch.OutOfMemoryError
+        return capture(*arguments)
+
+    monkeypatch.setattr(graphs, "_room", True)  # and as it was afterwards
     monkeypatch.setattr(devices, "capture", no_memory)
     inputs = some_inputs([4, 3], device, seed=0)
     expected = launched(inputs, [4, 3], "fp32")
@@ -192,6 +199,7 @@ def test_no_memory_for_graphs_is_said_once_and_changes_nothing(device, monkeypat
         for _ in range(ROUNDS):
             assert_same(computed(inputs, [4, 3], "fp32"), expected)
     assert len(said) == 1
+    assert len(met) == captures + 1
     assert "no memory for CUDA graphs" in str(said[0].message)
 
 

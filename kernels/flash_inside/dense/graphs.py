@@ -118,7 +118,11 @@ class Graph:
         if self.forward.graph is None:  # its results may lie elsewhere from now on
             self.launch_backward()
         else:
-            self.backward()
+            try:
+                self.backward()
+            except torch.OutOfMemoryError:
+                _no_memory()
+                self.launch_backward()
         found = self._gradients[0]
         return found._replace(root=found.root.clone(), emissions=found.emissions.clone())
 
@@ -171,7 +175,6 @@ def run(
 
     Lengths that were met once get none: most of those never come again.
     """
-    global _room
     if not _room or not graphs_allowed(emissions) or not plan.complete or plan.layout.longest < 2:
         return None
     shape = pairs.shape, root.shape, emissions.dtype
@@ -184,10 +187,16 @@ def run(
             graph = _find(key, plan, root, emissions, allowed)
             return None if graph is None else graph.run(root, pairs, emissions, allowed)
     except torch.OutOfMemoryError:
-        warnings.warn("no memory for CUDA graphs of the charts: slower, they are launched one by one", stacklevel=2)
-        clear()
-        _room = False
+        _no_memory()
         return None
+
+
+def _no_memory() -> None:
+    """From now on there are no graphs."""
+    global _room
+    warnings.warn("no memory for CUDA graphs of the charts: slower, they are launched one by one", stacklevel=3)
+    clear()
+    _room = False
 
 
 def _find(key: Key, plan: Plan, root: Tensor, emissions: Tensor, allowed: Tensor | None) -> Graph | None:

@@ -7,16 +7,36 @@ sentences of similar length, so that the same lengths come again and again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flash_inside.dense.reference import kinds_of
 from flash_inside.packing import Layout, Run, SplitRows
 
 MOST_SPLITS_KEPT = 1 << 22  # of a chart; the rows of the others are computed block by block in each pass
 MOST_BYTES = 1 << 27  # of the plans that are kept, all together
+
+
+class Splits(NamedTuple):
+    """One kind of split of a block of spans."""
+
+    kind: str
+    which: slice  # of all splits of a span
+    left: Tensor  # [r, k] rows of the leaves or of beta, as the kind says
+    right: Tensor
+
+
+class Block(NamedTuple):
+    """Some spans of a width."""
+
+    rows: slice  # of the chart
+    left: Tensor  # [r, width - 1] rows of the left parts of all splits
+    right: Tensor
+    kinds: list[Splits]
 
 
 class Plan:
@@ -35,12 +55,35 @@ class Plan:
         self.split_rows = SplitRows(layout, device, MOST_SPLITS_KEPT)
         splits = sum(_splits(int(length)) for length in layout.lengths)
         self.complete = splits <= MOST_SPLITS_KEPT  # from the second pass on the host computes no rows
-        self.size = 16 * min(splits, MOST_SPLITS_KEPT) + 8 * (layout.rows + layout.words + 3 * len(order))
+        self.size = (32 * splits if self.complete else 16 * MOST_SPLITS_KEPT) + 8 * (
+            layout.rows + layout.words + 3 * len(order)
+        )
         self.met: set[object] = set()  # which computations there were with these lengths (graphs.py)
         self._runs: dict[tuple[int, int, int], list[Run]] = {}
+        self._blocks: dict[tuple[int, int], list[Block]] = {}
 
     def _there(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+    def blocks(self, width: int, step: int) -> Iterator[Block]:
+        """Yield blocks of `step` spans of a width; they are kept if the plan is complete."""
+        if not self.complete:
+            yield from self._made(width, step)
+            return
+        if (width, step) not in self._blocks:
+            with torch.inference_mode(False), torch.no_grad():
+                self._blocks[width, step] = list(self._made(width, step))
+        yield from self._blocks[width, step]
+
+    def _made(self, width: int, step: int) -> Iterator[Block]:
+        words = self.layout.words
+        for rows, left, right in self.split_rows.blocks(width, step):
+            kinds = []
+            for kind, which in kinds_of(width):
+                own = (table[:, which] for table in (left, right))
+                numbers = (n.contiguous() if of == "P" else n - words for of, n in zip(kind, own, strict=True))
+                kinds.append(Splits(kind, which, *numbers))
+            yield Block(rows, left, right, kinds)
 
     def runs(self, width: int, rows: slice) -> list[Run]:
         """Return the runs of a block of the spans of a width: see `Layout.runs`."""

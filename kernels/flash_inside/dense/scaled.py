@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_inside.dense.plan import Plan
-from flash_inside.dense.reference import kinds_of
+from flash_inside.dense.plan import Block, Plan
 from flash_inside.dense.tables import PairTables
 from flash_inside.precision import FORMATS, LARGEST_D_OF_TORCH, matmul_precision
 from flash_inside.scaled import Root, leaf_values
@@ -119,26 +118,25 @@ class _Chart:
         """Return the rows of beta that these rows of the chart are."""
         return slice(rows.start - len(self.leaves), rows.stop - len(self.leaves))
 
-    def blocks(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yield blocks of the spans of a width: rows; rows of left parts, of right parts, log scales, each [r, k]."""
+    def blocks(self, width: int) -> Iterator[tuple[Block, Tensor]]:
+        """Yield blocks of the spans of a width, and the log scales of their splits, [r, k]."""
         largest = max(self.n, self.leaves.shape[1])
         step = max(1, LARGEST_BLOCK // (largest * max(largest, width - 1)))
-        for rows, left, right in self.plan.split_rows.blocks(width, step):
-            log_scale = self.scale[left] + self.scale[right]
+        for block in self.plan.blocks(width, step):
+            log_scale = self.scale[block.left] + self.scale[block.right]
             if self.allowed is not None:  # no split of a span that is not allowed counts, so its row is zero
-                log_scale.masked_fill_(~self.allowed[rows, None], float("-inf"))
-            yield rows, left, right, log_scale
+                log_scale.masked_fill_(~self.allowed[block.rows, None], float("-inf"))
+            yield block, log_scale
 
-    def parts(self, width: int, left: Tensor, right: Tensor, coefficient: Tensor) -> Iterator[_Parts]:
-        """Yield each kind of split of a block. left, right: [r, k] rows of the chart; coefficient: [r, k]."""
-        for kind, splits in kinds_of(width):
-            rows, values = [], []
-            for part, table in zip(kind, (left, right), strict=True):
-                numbers = table[:, splits] if part == "P" else table[:, splits] - len(self.leaves)
-                stored = self.leaves if part == "P" else self.beta
-                rows.append(numbers)
-                values.append(stored.index_select(0, numbers.flatten()).view(*numbers.shape, -1))
-            yield _Parts(kind, rows[0], rows[1], values[0], values[1], coefficient[:, splits, None])
+    def parts(self, block: Block, coefficient: Tensor) -> Iterator[_Parts]:
+        """Yield each kind of split of a block. coefficient: [r, k]"""
+        for kind, which, *rows in block.kinds:
+            stored = [self.leaves if part == "P" else self.beta for part in kind]
+            left, right = (
+                values.index_select(0, numbers.flatten()).view(*numbers.shape, -1)
+                for values, numbers in zip(stored, rows, strict=True)
+            )
+            yield _Parts(kind, *rows, left, right, coefficient[:, which, None])
 
 
 def _filled_chart(plan: Plan, inputs: Inputs, compute: torch.dtype) -> tuple[_Chart, Tensor]:
@@ -152,12 +150,12 @@ def _filled_chart(plan: Plan, inputs: Inputs, compute: torch.dtype) -> tuple[_Ch
     chart = _Chart(plan, leaves, beta, scale, torch.zeros_like(scale), inputs.allowed)
     divisors = torch.ones(len(beta), dtype=compute, device=device)
     for width in range(2, layout.longest + 1):
-        for rows, left, right, log_scale in chart.blocks(width):
-            largest = log_scale.amax(1, keepdim=True)
+        for block, log_scale in chart.blocks(width):
+            rows, largest = block.rows, log_scale.amax(1, keepdim=True)
             largest.masked_fill_(largest == float("-inf"), 0.0)
             coefficient = (log_scale - largest).exp().to(compute)
             value = torch.zeros(len(log_scale), n, dtype=compute, device=device)
-            for part in chart.parts(width, left, right, coefficient):
+            for part in chart.parts(block, coefficient):
                 tables.add_parents(part.kind, part.pairs, value, width, rows)
             divisor = value.amax(1, keepdim=True)
             empty = divisor == 0
@@ -182,9 +180,9 @@ def lost_rows(plan: Plan, inputs: Inputs, saved: Saved) -> Tensor:
         plan, (words > float("-inf")).to(compute), torch.zeros_like(saved.beta), saved.scale, saved.split_scale, allowed
     )
     for width in range(2, layout.longest + 1):
-        for rows, left, right, log_scale in yes.blocks(width):
-            own, ones = yes.own(rows), torch.ones_like(log_scale, dtype=compute)
-            for part in yes.parts(width, left, right, ones):
+        for block, log_scale in yes.blocks(width):
+            rows, own, ones = block.rows, yes.own(block.rows), torch.ones_like(log_scale, dtype=compute)
+            for part in yes.parts(block, ones):
                 ways = torch.zeros_like(yes.beta[own])
                 possible.add_parents(part.kind, (part.pairs > 0).to(ways.dtype), ways, width, rows)
                 there = ways > 0
@@ -231,11 +229,12 @@ def _derivatives(chart: _Chart, tables: PairTables, divisors: Tensor, root: Root
         d_beta /= divisors[own, None]  # in place: from here on D_v
         most_here = most_of_a_parent[here] if tables.per_sentence else most_of_a_parent
         largest[here] = torch.maximum(largest[here], d_beta.abs().sum(1) * most_here)
-        for rows, left, right, log_scale in chart.blocks(width):
+        for block, log_scale in chart.blocks(width):
+            rows = block.rows
             coefficient = (log_scale - chart.split_scale[rows, None]).exp().to(compute)
-            for part in chart.parts(width, left, right, coefficient):
+            for part in chart.parts(block, coefficient):
                 by_pairs = tables.by_pairs(part.kind, totals["N"][chart.own(rows)], width, rows)  # G
-                by_pairs = by_pairs.view(len(left), part.left.shape[2], part.right.shape[2])
+                by_pairs = by_pairs.view(len(log_scale), part.left.shape[2], part.right.shape[2])
                 d_left = torch.bmm(part.right, by_pairs.mT).mul_(part.coefficient)
                 d_right = torch.bmm(part.left, by_pairs).mul_(part.coefficient)
                 totals[part.kind[0]].index_add_(0, part.left_rows.flatten(), d_left.flatten(0, 1))
@@ -318,9 +317,10 @@ def backward_pass(
     d_tables = PairTables(plan, root.values.dim() == 2, memory)
     with _products(precision):
         for width in range(2, layout.longest + 1):
-            for rows, left, right, log_scale in chart.blocks(width):
+            for block, log_scale in chart.blocks(width):
+                rows = block.rows
                 coefficient = (log_scale - chart.split_scale[rows, None]).exp().to(compute)
-                for part in chart.parts(width, left, right, coefficient):
+                for part in chart.parts(block, coefficient):
                     d_tables.add_counts(part.kind, weighted[chart.own(rows)], part.pairs, width, rows)
 
     per_sentence = torch.where(believed, gradient / top_sums, 0.0)  # [B] fp64
