@@ -236,7 +236,7 @@ def _tables(plan: Plan, shape: torch.Size, dtype: torch.dtype, memory: Tensor) -
 
 
 def _size(key: Key, plan: Plan) -> int:
-    """Return about how many bytes a graph keeps: two numbers a symbol of each row, some of each row, its plan."""
+    """Return about how many bytes a graph keeps: two numbers a symbol of each row, one a split, its plan."""
     n, p = key.pairs[-3], key.pairs[-1] - key.pairs[-3]
-    numbers = 2 * plan.layout.rows * n + 4 * plan.layout.words * p
+    numbers = 2 * plan.layout.rows * n + 4 * plan.layout.words * p + plan.splits_kept
     return numbers * compute_type(key.precision).itemsize + 32 * plan.layout.rows + plan.size

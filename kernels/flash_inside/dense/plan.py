@@ -36,6 +36,7 @@ class Block(NamedTuple):
     rows: slice  # of the chart
     left: Tensor  # [r, width - 1] rows of the left parts of all splits
     right: Tensor
+    splits: slice  # all these, among the splits of the chart
     kinds: list[Splits]
 
 
@@ -53,8 +54,11 @@ class Plan:
         self.inverse = self._there(np.argsort(order))
         self.sorted = layout.sorted
         self.split_rows = SplitRows(layout, device, MOST_SPLITS_KEPT)
-        splits = sum(_splits(int(length)) for length in layout.lengths)
+        of_widths = np.diff(layout.offset[1:]) * np.arange(layout.longest)  # how many splits there are
+        self._first_split = np.concatenate(([0, 0], np.cumsum(of_widths)))  # of each width
+        splits = int(of_widths.sum())
         self.complete = splits <= MOST_SPLITS_KEPT  # from the second pass on the host computes no rows
+        self.splits_kept = splits if self.complete else 0  # of which passes keep what they computed
         self.size = (32 * splits if self.complete else 16 * MOST_SPLITS_KEPT) + 8 * (
             layout.rows + layout.words + 3 * len(order)
         )
@@ -83,7 +87,8 @@ class Plan:
                 own = (table[:, which] for table in (left, right))
                 numbers = (n.contiguous() if of == "P" else n - words for of, n in zip(kind, own, strict=True))
                 kinds.append(Splits(kind, which, *numbers))
-            yield Block(rows, left, right, kinds)
+            first = int(self._first_split[width] + (rows.start - self.layout.offset[width]) * (width - 1))
+            yield Block(rows, left, right, slice(first, first + left.numel()), kinds)
 
     def runs(self, width: int, rows: slice) -> list[Run]:
         """Return the runs of a block of the spans of a width: see `Layout.runs`."""
@@ -99,11 +104,6 @@ class Plan:
     def unsort(self, values: Tensor) -> Tensor:
         """Bring values of sorted sentences into the caller's order: a copy."""
         return values[self.inverse]
-
-
-def _splits(length: int) -> int:
-    """Return how many splits all spans of a sentence have."""
-    return (length**3 - length) // 6
 
 
 _plans: OrderedDict[tuple[tuple[int, ...], torch.device], Plan] = OrderedDict()

@@ -54,6 +54,7 @@ class Saved(NamedTuple):
     beta: Tensor  # [rows - words, N] beta~ of the widths from 2 on
     scale: Tensor  # [rows] t, fp64; -inf where a row is zero
     split_scale: Tensor  # [rows] s, fp64
+    coefficients: Tensor  # [splits] c; of a long sentence none, they are computed again
     d_values: Tensor  # [rows - words, N] D_v
     d_leaves: Tensor  # [words, P] D of e~
     top_sums: Tensor  # [B] fp64 root . beta~
@@ -108,6 +109,7 @@ class _Chart:
     beta: Tensor
     scale: Tensor
     split_scale: Tensor
+    coefficients: Tensor
     allowed: Tensor | None
 
     @property
@@ -118,15 +120,23 @@ class _Chart:
         """Return the rows of beta that these rows of the chart are."""
         return slice(rows.start - len(self.leaves), rows.stop - len(self.leaves))
 
-    def blocks(self, width: int) -> Iterator[tuple[Block, Tensor]]:
-        """Yield blocks of the spans of a width, and the log scales of their splits, [r, k]."""
+    def blocks(self, width: int) -> Iterator[Block]:
+        """Yield blocks of the spans of a width."""
         largest = max(self.n, self.leaves.shape[1])
-        step = max(1, LARGEST_BLOCK // (largest * max(largest, width - 1)))
-        for block in self.plan.blocks(width, step):
-            log_scale = self.scale[block.left] + self.scale[block.right]
-            if self.allowed is not None:  # no split of a span that is not allowed counts, so its row is zero
-                log_scale.masked_fill_(~self.allowed[block.rows, None], float("-inf"))
-            yield block, log_scale
+        return self.plan.blocks(width, max(1, LARGEST_BLOCK // (largest * max(largest, width - 1))))
+
+    def log_scale(self, block: Block) -> Tensor:
+        """Return t_ik + t_kj of each split: [r, k]."""
+        log_scale = self.scale[block.left] + self.scale[block.right]
+        if self.allowed is not None:  # no split of a span that is not allowed counts, so its row is zero
+            log_scale.masked_fill_(~self.allowed[block.rows, None], float("-inf"))
+        return log_scale
+
+    def coefficient(self, block: Block) -> Tensor:
+        """Return c of each split, once the rows of the block are there: [r, k]."""
+        if len(self.coefficients):
+            return self.coefficients[block.splits].view(block.left.shape)
+        return (self.log_scale(block) - self.split_scale[block.rows, None]).exp().to(self.beta.dtype)
 
     def parts(self, block: Block, coefficient: Tensor) -> Iterator[_Parts]:
         """Yield each kind of split of a block. coefficient: [r, k]"""
@@ -147,23 +157,28 @@ def _filled_chart(plan: Plan, inputs: Inputs, compute: torch.dtype) -> tuple[_Ch
     scale = torch.zeros(layout.rows, dtype=torch.float64, device=device)
     scale[: layout.words] = leaf_scale
     beta = torch.empty(layout.rows - layout.words, n, dtype=compute, device=device)
-    chart = _Chart(plan, leaves, beta, scale, torch.zeros_like(scale), inputs.allowed)
+    coefficients = torch.empty(plan.splits_kept, dtype=compute, device=device)
+    chart = _Chart(plan, leaves, beta, scale, torch.zeros_like(scale), coefficients, inputs.allowed)
     divisors = torch.ones(len(beta), dtype=compute, device=device)
     for width in range(2, layout.longest + 1):
-        for block, log_scale in chart.blocks(width):
-            rows, largest = block.rows, log_scale.amax(1, keepdim=True)
+        for block in chart.blocks(width):
+            rows, own, log_scale = block.rows, chart.own(block.rows), chart.log_scale(block)
+            largest = log_scale.amax(1, keepdim=True)
             largest.masked_fill_(largest == float("-inf"), 0.0)
-            coefficient = (log_scale - largest).exp().to(compute)
-            value = torch.zeros(len(log_scale), n, dtype=compute, device=device)
-            for part in chart.parts(block, coefficient):
+            chart.split_scale[rows] = largest.squeeze(1)
+            coefficient = log_scale.sub_(largest).exp_()
+            if plan.splits_kept:
+                coefficients[block.splits].view(coefficient.shape).copy_(coefficient)
+                coefficient = chart.coefficient(block)
+            value = torch.zeros(len(coefficient), n, dtype=compute, device=device)
+            for part in chart.parts(block, coefficient.to(compute)):
                 tables.add_parents(part.kind, part.pairs, value, width, rows)
             divisor = value.amax(1, keepdim=True)
             empty = divisor == 0
             divisor = torch.where(divisor > 0, divisor, 1.0)
-            own = chart.own(rows)
-            chart.beta[own], divisors[own] = value / divisor, divisor.squeeze(1)
-            chart.split_scale[rows] = largest.squeeze(1)
-            chart.scale[rows] = (largest + divisor.double().log()).masked_fill_(empty, float("-inf")).squeeze(1)
+            divisors[own] = divisor.squeeze(1)
+            torch.div(value, divisor, out=beta[own])
+            torch.add(largest, divisor.double().log_(), out=scale[rows, None]).masked_fill_(empty, float("-inf"))
     return chart, divisors
 
 
@@ -177,11 +192,17 @@ def lost_rows(plan: Plan, inputs: Inputs, saved: Saved) -> Tensor:
     words = inputs.emissions.index_select(0, plan.leaf_word)
     possible = inputs.tables.possible()
     yes = _Chart(
-        plan, (words > float("-inf")).to(compute), torch.zeros_like(saved.beta), saved.scale, saved.split_scale, allowed
+        plan,
+        (words > float("-inf")).to(compute),
+        torch.zeros_like(saved.beta),
+        saved.scale,
+        saved.split_scale,
+        saved.coefficients,
+        allowed,
     )
     for width in range(2, layout.longest + 1):
-        for block, log_scale in yes.blocks(width):
-            rows, own, ones = block.rows, yes.own(block.rows), torch.ones_like(log_scale, dtype=compute)
+        for block in yes.blocks(width):
+            rows, own, ones = block.rows, yes.own(block.rows), torch.ones_like(block.left, dtype=compute)
             for part in yes.parts(block, ones):
                 ways = torch.zeros_like(yes.beta[own])
                 possible.add_parents(part.kind, (part.pairs > 0).to(ways.dtype), ways, width, rows)
@@ -224,23 +245,22 @@ def _derivatives(chart: _Chart, tables: PairTables, divisors: Tensor, root: Root
         if ending > longer:  # sentences of exactly this length get the gradient of the top
             of_tops = (per_sentence[longer:ending, None] * root.of(slice(longer, ending), slice(0, n))).to(compute)
             d_beta.index_add_(0, plan.top_rows[longer:ending] - here.start, of_tops)
-        posterior[here] = (chart.beta[own] * d_beta).sum(1)
-        largest[here] = d_beta.abs().amax(1)
+        torch.sum(chart.beta[own] * d_beta, 1, out=posterior[here])
+        most_of_d = torch.amax(d_beta.abs(), 1, out=largest[here])
         d_beta /= divisors[own, None]  # in place: from here on D_v
         most_here = most_of_a_parent[here] if tables.per_sentence else most_of_a_parent
-        largest[here] = torch.maximum(largest[here], d_beta.abs().sum(1) * most_here)
-        for block, log_scale in chart.blocks(width):
+        torch.maximum(most_of_d, d_beta.abs().sum(1).mul_(most_here), out=most_of_d)
+        for block in chart.blocks(width):
             rows = block.rows
-            coefficient = (log_scale - chart.split_scale[rows, None]).exp().to(compute)
-            for part in chart.parts(block, coefficient):
+            for part in chart.parts(block, chart.coefficient(block)):
                 by_pairs = tables.by_pairs(part.kind, totals["N"][chart.own(rows)], width, rows)  # G
-                by_pairs = by_pairs.view(len(log_scale), part.left.shape[2], part.right.shape[2])
+                by_pairs = by_pairs.view(len(part.left), part.left.shape[2], part.right.shape[2])
                 d_left = torch.bmm(part.right, by_pairs.mT).mul_(part.coefficient)
                 d_right = torch.bmm(part.left, by_pairs).mul_(part.coefficient)
                 totals[part.kind[0]].index_add_(0, part.left_rows.flatten(), d_left.flatten(0, 1))
                 totals[part.kind[1]].index_add_(0, part.right_rows.flatten(), d_right.flatten(0, 1))
                 if part.kind[1] == "P":
-                    before_word[rows] = (part.left * d_left).sum((1, 2))
+                    torch.sum(part.left * d_left, (1, 2), out=before_word[rows])
     largest[: layout.words] = totals["P"].abs().amax(1)
     return _Derivatives(totals["N"], totals["P"], largest, posterior, before_word)
 
@@ -280,7 +300,14 @@ def forward_pass(plan: Plan, inputs: Inputs, precision: str) -> tuple[Saved, Fou
     if inputs.allowed is not None:  # the others are meant to be empty
         empty &= inputs.allowed
     saved = Saved(
-        chart.leaves, chart.beta, chart.scale, chart.split_scale, derivatives.values, derivatives.leaves, top_sums
+        chart.leaves,
+        chart.beta,
+        chart.scale,
+        chart.split_scale,
+        chart.coefficients,
+        derivatives.values,
+        derivatives.leaves,
+        top_sums,
     )
     return saved, Found(log_z, trusted, derivatives.posterior, derivatives.before_word, empty.any())
 
@@ -309,18 +336,16 @@ def backward_pass(
         """Rows of a sentence that is not trusted may be inf or NaN: 0 x inf must not happen."""
         return values.masked_fill(lost[rows, None] if values.dim() > 1 else lost[rows], 0.0)
 
-    of_words, of_spans, of_all = slice(0, words), slice(words, None), slice(None)
+    of_words, of_spans = slice(0, words), slice(words, None)
     leaves, beta = cleared(leaves, of_words), cleared(beta, of_spans)
-    scales = cleared(saved.scale, of_all), cleared(saved.split_scale, of_all)
-    chart = _Chart(plan, leaves, beta, *scales, incoming.allowed)
+    chart = _Chart(plan, leaves, beta, saved.scale, saved.split_scale, saved.coefficients, incoming.allowed)
     weighted = cleared(saved.d_values * gradient[sentence[words:], None], of_spans)
     d_tables = PairTables(plan, root.values.dim() == 2, memory)
     with _products(precision):
         for width in range(2, layout.longest + 1):
-            for block, log_scale in chart.blocks(width):
+            for block in chart.blocks(width):
                 rows = block.rows
-                coefficient = (log_scale - chart.split_scale[rows, None]).exp().to(compute)
-                for part in chart.parts(block, coefficient):
+                for part in chart.parts(block, cleared(chart.coefficient(block), rows)):
                     d_tables.add_counts(part.kind, weighted[chart.own(rows)], part.pairs, width, rows)
 
     per_sentence = torch.where(believed, gradient / top_sums, 0.0)  # [B] fp64
