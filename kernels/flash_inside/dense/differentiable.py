@@ -51,7 +51,7 @@ class _Inside(torch.autograd.Function):
             inputs = Inputs(PairTables.cut(pairs, plan, compute), wide_root, emissions, allowed)
             saved, found = forward_pass(plan, inputs, precision)
         else:
-            inputs, saved, found = held.graph.inputs, held.saved, held.graph.found
+            inputs, (saved, found) = held.graph.inputs, held.graph.results
         trusted = found.trusted
         if found.empty:  # only grammars with zeros come here; the one place where the host waits
             trusted = trusted.index_fill(0, plan.sentence[lost_rows(plan, inputs, saved)], False)

@@ -60,8 +60,8 @@ class Graph:
     def __init__(
         self, plan: Plan, root: Tensor, emissions: Tensor, allowed: Tensor | None, tables: PairTables, precision: str
     ):
-        own = [torch.empty_like(tensor) for tensor in (root, emissions)]
-        self.inputs = Inputs(tables, *own, None if allowed is None else torch.empty_like(allowed))
+        own_allowed = None if allowed is None else torch.empty_like(allowed)
+        self.inputs = Inputs(tables, torch.empty_like(root), torch.empty_like(emissions), own_allowed)
         believed = torch.empty(len(plan.lengths), dtype=torch.bool, device=root.device)
         d_log_z = torch.empty(len(plan.lengths), dtype=compute_type(precision), device=root.device)
         self.incoming = Incoming(self.inputs.root, self.inputs.allowed, believed, d_log_z)
@@ -92,8 +92,9 @@ class Graph:
         self.backward = Replay(backward, "dense")
 
     @property
-    def found(self) -> Found:
-        return self._results[0][1]
+    def results(self) -> tuple[Saved, Found]:
+        """Those of the batch that is here."""
+        return self._results[0]
 
     def run(self, root: Tensor, pairs: Tensor, emissions: Tensor, allowed: Tensor | None) -> Held:
         previous = self.holder() if self.holder is not None else None
@@ -106,7 +107,7 @@ class Graph:
         if allowed is not None and self.inputs.allowed is not None:
             self.inputs.allowed.copy_(allowed)
         self.forward()
-        held = Held(self, self._results[0][0])
+        held = Held(self, self.results[0])
         self.holder = weakref.ref(held)
         return held
 

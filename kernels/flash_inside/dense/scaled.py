@@ -140,13 +140,13 @@ class _Chart:
 
     def parts(self, block: Block, coefficient: Tensor) -> Iterator[_Parts]:
         """Yield each kind of split of a block. coefficient: [r, k]"""
-        for kind, which, *rows in block.kinds:
+        for kind, which, left_rows, right_rows in block.kinds:
             stored = [self.leaves if part == "P" else self.beta for part in kind]
             left, right = (
                 values.index_select(0, numbers.flatten()).view(*numbers.shape, -1)
-                for values, numbers in zip(stored, rows, strict=True)
+                for values, numbers in zip(stored, (left_rows, right_rows), strict=True)
             )
-            yield _Parts(kind, *rows, left, right, coefficient[:, which, None])
+            yield _Parts(kind, left_rows, right_rows, left, right, coefficient[:, which, None])
 
 
 def _filled_chart(plan: Plan, inputs: Inputs, compute: torch.dtype) -> tuple[_Chart, Tensor]:
