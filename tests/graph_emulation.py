@@ -46,7 +46,7 @@ class EmulatedGraph:
             again = function(*arguments, **named)
             for new, old in zip(tree_leaves(again), tree_leaves(result), strict=True) if makes_memory else ():
                 if isinstance(old, Tensor):
-                    old.detach().copy_(new)
+                    old.detach().copy_(new.reshape(old.shape))  # its shape may have been changed since (squeeze_)
 
 
 def capturing(state: Callable[[], list[Tensor]]) -> Callable[..., EmulatedGraph]:

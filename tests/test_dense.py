@@ -15,7 +15,7 @@ from torch.func import functional_call
 import flash_inside
 from command_line import lm_pcfg
 from flash_inside import Rules, Statistics, dense, devices
-from flash_inside.dense import PairRules, reference, scaled
+from flash_inside.dense import PairRules, plan, reference, scaled
 from flash_inside.precision import largest_gradient
 from grammars import bracketings, crosses, raising, random_emissions, random_rules
 from lm_pcfg.errors import UserError
@@ -145,7 +145,9 @@ def test_blocks_of_spans_change_nothing(monkeypatch):
 
     whole = results()
     monkeypatch.setattr(scaled, "LARGEST_BLOCK", 32)
-    monkeypatch.setattr(scaled, "MOST_SPLITS_KEPT", 10)
+    monkeypatch.setattr(plan, "MOST_SPLITS_KEPT", 10)
+    monkeypatch.setattr(plan, "MOST_BYTES", 0)  # no plan is kept
+    plan.clear()
     for one, other in zip(whole, results(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 

@@ -205,3 +205,36 @@ def _keeper(device: int, family: str) -> torch.cuda.CUDAGraph:
 
 def _nothing_much() -> None:
     torch.zeros(1, device="cuda")
+
+
+class Replay:
+    """Launches: plain the first time, since what is met once is not worth a capture, then captured, then replayed."""
+
+    def __init__(self, launch: Callable[[], None], family: str):
+        """family: of `lasting_pool`."""
+        self.launch, self.family, self.met = launch, family, False
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if self.graph is None and (not self.met or not torch.cuda.is_available()):
+            self.met = True
+            self.launch()
+            return
+        if self.graph is None:
+            self.graph = capture(self.launch, lasting_pool(self.family), self.family)
+        self.graph.replay()
+
+
+_allowed = True
+
+
+def allow_graphs(yes: bool) -> bool:
+    """Set whether charts may be computed by CUDA graphs; return what it was."""
+    global _allowed
+    before, _allowed = _allowed, yes
+    return before
+
+
+def graphs_allowed(tensor: Tensor) -> bool:
+    """Whether the chart of these emissions may be computed by a CUDA graph: not while another one is captured."""
+    return _allowed and tensor.is_cuda and not torch.cuda.is_current_stream_capturing()

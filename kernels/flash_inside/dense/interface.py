@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from flash_inside.brackets import check_limits
-from flash_inside.dense import reference, scaled
+from flash_inside.dense import differentiable, reference
+from flash_inside.dense.plan import Plan, plan_of
 from flash_inside.dense.reference import PairRules
+from flash_inside.dense.scaled import compute_type
 from flash_inside.devices import chart_memory, check_memory
-from flash_inside.packing import Layout, taken
+from flash_inside.packing import taken
 from flash_inside.precision import check_precision, upcast
 from flash_inside.recomputation import Statistics, doubtful, one_word_and_others, take
 from flash_inside.reference import one_word_inside
@@ -44,7 +46,7 @@ def inside(
     lengths = _check(rules, emissions, lengths, precision, backend)
     if statistics is not None:
         statistics.sentences += len(lengths)
-    compute = scaled.compute_type(precision)
+    compute = compute_type(precision)
     if not lengths:  # a rank without data: no sentence, but still connected to the graph
         return (emissions.sum(1) + reference.connection(rules, emissions)).to(compute)
     if limits is not None:
@@ -106,10 +108,10 @@ def _posteriors(
     if not lengths:
         return []
     if backend == "reference":
-        return reference.posteriors(rules, emissions, lengths, scaled.compute_type(precision))
-    layout = Layout(lengths)
-    _, trusted, *of_rows = _first_pass(rules, emissions, lengths, precision, layout)
-    tables = list(zip(*(layout.square_tables(values) for values in of_rows), strict=True))
+        return reference.posteriors(rules, emissions, lengths, compute_type(precision))
+    plan = plan_of(lengths, emissions.device)
+    _, trusted, *of_rows = _first_pass(rules, emissions, lengths, precision, plan)
+    tables = list(zip(*(plan.layout.square_tables(values) for values in of_rows), strict=True))
     for sentence in doubtful(trusted):
         words, length = take(emissions, lengths, [sentence], precision, statistics)
         if precision == "fp64":
@@ -117,7 +119,7 @@ def _posteriors(
         else:
             own = upcast_rules(rules.of_sentence(sentence))
             (again,) = _posteriors(own, upcast(words), length, "fp64", backend, statistics)
-        tables[sentence] = tuple(table.to(scaled.compute_type(precision)) for table in again)
+        tables[sentence] = tuple(table.to(compute_type(precision)) for table in again)
     return tables
 
 
@@ -154,12 +156,12 @@ def _first_pass(
     emissions: Tensor,
     lengths: list[int],
     precision: str,
-    layout: Layout | None = None,
+    plan: Plan | None = None,
     limits: np.ndarray | None = None,
-) -> scaled.Result:
+) -> differentiable.Result:
     if not emissions.is_cuda:  # there an allocation fails, here the system may end the process
         check_memory(chart_memory(lengths, rules.nonterminals, precision))
-    return scaled.inside(rules, emissions, layout or Layout(lengths), precision, limits)
+    return differentiable.inside(rules, emissions, plan or plan_of(lengths, emissions.device), precision, limits)
 
 
 def _check(

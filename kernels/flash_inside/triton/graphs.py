@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flash_inside.devices import capture, copy_to_device, lasting_pool
+from flash_inside.devices import Replay, copy_to_device, graphs_allowed
 from flash_inside.packing import Layout
 from flash_inside.precision import gradient_type
 from flash_inside.rules import ResidentRules, Rules
@@ -151,7 +151,7 @@ class Graph:
         self.weights: list[Weights] = []
         chart, weights = self.chart, self.weights
         arguments = self.root, self.emissions, self.layout, self.tables
-        self.forward = Replay(lambda: chart.compute(weights[0], *arguments))
+        self.forward = Replay(lambda: chart.compute(weights[0], *arguments), "charts")
         self.backward: dict[Wanted, tuple[Replay, list[Gradients]]] = {}
 
     @staticmethod
@@ -216,29 +216,12 @@ class Graph:
                 arena.used = start
                 found[:] = [gradients(saved, weights[0], *before, arena.allocate, arena.allocate)]
 
-            self.backward[wanted] = Replay(launch), found
+            self.backward[wanted] = Replay(launch, "charts"), found
         replay, found = self.backward[wanted]
         self.d_log_z[: d_log_z.shape[0]].copy_(d_log_z)
         with self._rules(left, right):
             replay()
         return found[0]
-
-
-class Replay:
-    """Launches: plain the first time, since a bucket seen once is not worth a capture, then captured, then replayed."""
-
-    def __init__(self, launch: Callable[[], None]):
-        self.launch, self.met = launch, False
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> None:
-        if self.graph is None and (not self.met or not torch.cuda.is_available()):
-            self.met = True
-            self.launch()
-            return
-        if self.graph is None:
-            self.graph = capture(self.launch, lasting_pool("charts"), "charts")
-        self.graph.replay()
 
 
 class Held:
@@ -347,14 +330,6 @@ def _memory(
 
 _arenas: dict[int, Arena] = {}
 _graphs: OrderedDict[Bucket, Graph] = OrderedDict()
-_allowed = True
-
-
-def allow(yes: bool) -> bool:
-    """Set whether graphs may be used; return what it was."""
-    global _allowed
-    before, _allowed = _allowed, yes
-    return before
 
 
 def clear() -> None:
@@ -373,7 +348,7 @@ def find(
     bracketed: bool = False,
 ) -> Graph | None:
     """Find the graph for this batch, or None if it should be computed without one."""
-    if not _allowed or not emissions.is_cuda or torch.cuda.is_current_stream_capturing():
+    if not graphs_allowed(emissions):
         return None
     bucket = bucket_of(rules, emissions, lengths, precision, storage, precise, bracketed)
     if bucket is None:
