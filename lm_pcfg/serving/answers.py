@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -108,7 +109,7 @@ class Answers:
         model = self.model
         return {
             "models": [
-                {"checkpoint": one.checkpoint.name, "family": one.settings.model.family} for one in model.grammars
+                {"checkpoint": _name(one.checkpoint), "family": one.settings.model.family} for one in model.grammars
             ],
             "vocabulary": len(model.vocabulary),
             "unit": unit_of(model.vocabulary),
@@ -136,6 +137,13 @@ def alternatives(model: Model, line: str) -> list[tuple[float, Tree]]:
         (count / len(drawn), Tree(words, ("",) * len(words), tuple((*span, "") for span in shape)))
         for shape, count in shapes.most_common(MOST_ALTERNATIVES)
     ]
+
+
+def _name(checkpoint: Path) -> str:
+    """The name of the run and of its checkpoint, or of the exported folder; never the path to it."""
+    if checkpoint.parent.name == "checkpoints":
+        return f"{checkpoint.absolute().parents[1].name}, {checkpoint.name}"
+    return checkpoint.name
 
 
 def _tree(tree: Tree) -> dict[str, Any]:
