@@ -348,8 +348,8 @@ def test_a_damaged_or_odd_grammar_form_is_refused(runs, tmp_path):
     stored = exported.load(folder)
     for name, tensor in stored.model.items():
         odd = tmp_path / f"odd-{name}"
-        tensors = stored.model | {name: tensor[:-1].clone()}
         documents = {file: (folder / file).read_bytes() for file in stored.state["files"] if "safetensors" not in file}
-        exported.save(odd, tensors, documents, stored.state, {})
-        with pytest.raises(UserError, match="make no grammar"):
-            lm_pcfg.load(odd)
+        for other in (tensor[:-1].clone(), tensor.long(), tensor[None]):
+            exported.save(odd, stored.model | {name: other}, documents, stored.state, {})
+            with pytest.raises(UserError, match="make no grammar"):
+                lm_pcfg.load(odd)

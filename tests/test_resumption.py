@@ -146,6 +146,13 @@ def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):
     assert f"{run} has ended before: finished after step 8. Nothing is left to train." in said
     assert "not used: optimizer.learning_rate: 0.002 -> 0.5\n" in said
     assert "raise training.epochs" in said
+    assert "not finished" not in said
+    second = run.with_name("small-2")
+    second.mkdir()
+    (second / "config.yaml").touch()
+    resume(run)
+    command = f"lm_pcfg train --config {second}/config.yaml resume=auto name=small-2"
+    assert f"{second} has not finished; to continue it: {command}\n" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in before} == before
 
 

@@ -55,7 +55,7 @@ def shown(path: str | Path) -> str:
 def model_card(
     *, name: str, licence: str, description: dict[str, Any], figures: Sequence[Figure], pruning: Pruning | None
 ) -> str:
-    """Write README.md. description: what config.json says of the model."""
+    """Write README.md. name: of the folder; description: what config.json says of the model."""
     model = description["model"]
     sizes = ", ".join(f"{key.replace('_', ' ')} {model[key]:,}" for key in _SIZES if model.get(key) is not None)
     unit = "pieces" if description["pieces"] else "words"
@@ -64,7 +64,7 @@ def model_card(
     stored = "averaged (EMA) weights" if description["weights"] == "ema" else "weights of the last step"
     parts = [
         f"---\nlicense: {licence}\nlibrary_name: lm_pcfg\ntags:\n- pcfg\n- language-model\n- grammar-induction\n---\n",
-        f"# {_text(name)}\n",
+        f"# {_text(Path(name).name)}\n",
         f"A {kind} as a language model, of family `{model['family']}` ({sizes}), with a vocabulary of "
         f"{description['vocabulary_size']:,} {unit} and {description['parameters']:,} parameters: {stored}. "
         "`config.yaml` has the settings of its training.\n",
@@ -89,7 +89,7 @@ def _figures(description: dict[str, Any], figures: Sequence[Figure], unit: str) 
     parts = ["## Figures\n"]
     best = description.get("best_nll")
     if best is not None:
-        before = " before it was pruned" if "pruned" in description else ""
+        before = ", before it was pruned" if "pruned" in description else ""
         changes = description.get("pruned", {}).get("trained_with", "").split()
         command = shlex.join(["lm_pcfg", "train", "--config", "config.yaml", *changes])
         parts.append(

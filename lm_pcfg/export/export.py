@@ -55,8 +55,8 @@ def export(path: Path | None, folder: Path, options: ExportOptions) -> dict[str,
     stored = read_stored(path, options.weights)
     if exported.is_export(folder) and stored.folder.resolve() == folder.resolve():
         raise UserError(f"{folder} cannot be exported to itself; name a new folder")
-    name, device = folder.resolve().name, "cuda" if torch.cuda.is_available() else "cpu"
-    trained = computed(stored, device)
+    name = shown(folder)
+    trained = computed(stored, "cuda" if torch.cuda.is_available() else "cpu")
     pruning = None
     if options.prune is not None:
         stored, trained, pruning = _prune(stored, trained, options, _source(path, stored), name)

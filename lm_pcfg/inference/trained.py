@@ -152,7 +152,9 @@ def grammar_of(stored: StoredModel, device: str) -> Grammar | DenseGrammar:
         fits = (
             not tensors and 0 < len(symbols) == 3 - len(sides) and all(side.shape == (n, *symbols) for side in sides)
             and root.shape in ((n,), (n + p,)) and normalizers.shape == (p,)
-            and embeddings.shape == (len(stored.vocabulary), d) and root.dtype == torch.float64
+            and embeddings.shape == (len(stored.vocabulary), d) and root.dtype == torch.float64 and min(n, p, d) > 0
+            and {side.dtype for side in sides} <= {torch.float32} and features.dtype == embeddings.dtype
+            and features.dtype == normalizers.dtype in (torch.float32, torch.float64)
         )  # fmt: skip
     except (KeyError, ValueError, IndexError, TypeError):
         fits = False

@@ -125,6 +125,12 @@ def failure_of(folder: Path) -> str | None:
     return (_note(file) or "its reason cannot be read") if os.path.lexists(file) else None
 
 
+def unfinished(folder: Path) -> list[Path]:
+    """Return the runs of this name, NAME, NAME-2, NAME-3 ..., that have neither finished nor failed."""
+    ends = (FINISHED, FAILED)
+    return [run for run in takewhile(_is_run, _series(folder)) if not any((run / end).exists() for end in ends)]
+
+
 def earlier_configs(folder: Path) -> list[Path]:
     """Return the settings of earlier stretches of a run that were replaced by others, oldest first."""
     found = [(int(match[1]), entry) for entry in folder.iterdir() if (match := _EARLIER_CONFIG.fullmatch(entry.name))]

@@ -22,6 +22,7 @@ from lm_pcfg.distributed import launcher
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage.run_folder import unfinished
 from lm_pcfg.training.documents import flat, open_settings
 
 Changes = dict[str, tuple[Any, Any]]  # by setting: before, now
@@ -106,6 +107,8 @@ def tell_finished(folder: Path, how: str, changes: Changes) -> None:
     say(f"{folder} has ended before: {how}. Nothing is left to train.")
     if changes:
         say(f"not used: {', '.join(describe(changes))}")
+    for other in unfinished(folder):
+        say(f"{other} has not finished; {how_to_continue(other, f'name={other.name}')}")
     say("to train it further, raise training.epochs or training.max_steps; for another run, leave resume=... out")
 
 
