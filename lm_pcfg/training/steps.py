@@ -107,9 +107,10 @@ class Steps:
         needed = self.family.chart_memory(settings.model, lengths, settings.inside.precision)
         if self.engine.device.type != "cpu" or needed <= (there := memory_of()):
             return
-        what, way_out = f"a sentence of {lengths[0]:,} words takes", ""
+        longest, way_out = f"{lengths[0]:,} {self.corpora.train.unit}", ""
+        what = f"a sentence of {longest} takes"
         if len(lengths) > 1:
-            what = f"a batch of the {len(lengths)} longest sentences, up to {lengths[0]:,} words, takes"
+            what = f"a batch of the {len(lengths)} longest sentences, up to {longest}, takes"
             way_out = " or a smaller batch.sentences"
         fitting = int(0.9 * lengths[0] * math.sqrt(there / needed))  # memory grows with the square
         raise UserError(

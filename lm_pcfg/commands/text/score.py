@@ -24,7 +24,7 @@ def score(
     checkpoint: Checkpoints = None,
     per_sentence: Annotated[bool, typer.Option(help="Print the natural log-probability of every line.")] = False,
     as_json: Json = False,
-    max_length: Annotated[int, typer.Option(min=1, help="Skip lines of more words.")] = 250,
+    max_length: Annotated[int, typer.Option(min=1, help="Skip lines of more words (or pieces).")] = 250,
     precision: PrecisionOption = "fp32",
     root: Annotated[
         Literal["trained", "nonterminals"],
@@ -38,7 +38,10 @@ def score(
     seed: Annotated[int, typer.Option(min=0, help="Of compound models: the same seed draws the same vectors.")] = 0,
     batch_cost: Annotated[int, typer.Option(min=1, help="Size of a batch: the sum of its lengths squared.")] = 25_600,
 ) -> None:
-    """Compute the perplexity of a text, or the log-probability of each of its lines."""
+    """Compute the perplexity of a text, or the log-probability of each of its lines.
+
+    `lm_pcfg glossary` says what the figures mean.
+    """
     if per_sentence and as_json:
         raise typer.BadParameter("--per-sentence and --json exclude each other: choose one")
     from lm_pcfg import load
@@ -66,13 +69,23 @@ def score(
         print_json(report)
         return
     out = sys.stderr if per_sentence else sys.stdout
-    print_table(report, out)
+    print_table(for_people(report), out)
     if result.bounds is not None:
         print(bounds_for_people(report), file=out)
     if "best_possible_ppl" in report:
         best, own = report["best_possible_ppl"], report["ppl_per_word"]  # the embedded corpus is made of words
         perplexity = "perplexity" if result.bounds is None else "perplexity at most"
         print(f"{perplexity} {own:.3f}, best possible {best:.3f}, ratio {own / best:.4f}", file=out)
+
+
+def for_people(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the same with lower bounds and shares as people write them."""
+    from lm_pcfg.corpus.unknown import percent
+
+    shown = {name: value for name, value in report.items() if name != "ppl_per_byte_is_lower_bound"}
+    if report["ppl_per_byte_is_lower_bound"]:
+        shown["ppl_per_byte"] = f">= {report['ppl_per_byte']:,.4f}"  # unknown words cost more than <unk>
+    return shown | {"unknown_share": percent(report["unknown_share"])}
 
 
 def bounds_for_people(report: dict[str, Any]) -> str:
