@@ -63,10 +63,13 @@ def draw_curves(runs: Sequence[Run], reach: float | None = None) -> str:
                     parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in places]
         return [*parts, "</g>", _text(left + PANEL_WIDTH / 2, bottom + 34, title, "middle")]
 
+    units = {run.unit for run in runs if run.unit}
+    several_units = len(units) > 1  # whose curves cannot be compared
+    per = " per word or per piece, not comparable" if several_units else "".join(f" per {unit[:-1]}" for unit in units)
     longest = max((point.seconds for point in points), default=0.0)
     unit, seconds = ("minutes", 60.0) if longest >= 120 else ("seconds", 1.0)
     parts = [
-        _text(8, 18, "Perplexity: validation (solid) and training (dashed)"),
+        _text(8, 18, f"Perplexity{per}: validation (solid) and training (dashed)"),
         *panel(GAP, f"training time, {unit}", lambda point: point.seconds / seconds),
         *panel(PANEL_WIDTH + 2 * GAP, "steps", lambda point: point.step),
     ]
@@ -74,6 +77,7 @@ def draw_curves(runs: Sequence[Run], reach: float | None = None) -> str:
     for number, run in enumerate(runs):
         best = run.best()
         label = f"{run.name}: {best.perplexity:.2f} at step {best.step:,}" if best else f"{run.name}: no evaluation"
+        label += f", per {run.unit[:-1]}" if several_units and run.unit else ""
         parts.append(_line([(GAP, bottom - 4), (GAP + 24, bottom - 4)], _colour(number), 'stroke-width="3"'))
         parts.append(_text(GAP + 32, bottom, label))
         bottom += 18

@@ -20,6 +20,7 @@ from lm_pcfg.storage import checkpoint, durable
 from lm_pcfg.storage.durable import replace_file
 
 LAST_CHECKPOINT = "last_checkpoint"
+TRACKING_ID = "mlflow_run_id"
 _LARGEST_NOTE = 1 << 16  # bytes of a file of one line
 
 
@@ -128,7 +129,7 @@ def none_left(folder: Path) -> str:
 
 def damaged_notes(folder: Path) -> list[str]:
     """Say which of the small files of a run cannot be read."""
-    files = [folder / name for name in ("mlflow_run_id", "started_from", LAST_CHECKPOINT)]
+    files = [folder / name for name in (TRACKING_ID, "started_from", LAST_CHECKPOINT)]
     return [f"{file} is damaged" for file in files if os.path.lexists(file) and not _note(file)]
 
 
@@ -139,6 +140,13 @@ def _note(file: Path) -> str:
     except OSError:
         return ""
     return text if text.isprintable() else ""
+
+
+def read_tracking_id(folder: Path) -> str | None:
+    """The id of a run in MLflow; None if it has none, or one that is damaged."""
+    file = folder / TRACKING_ID
+    run_id = _note(file) if file.exists() else ""
+    return run_id if re.fullmatch(r"[0-9A-Za-z_-]+", run_id) else None
 
 
 def _unused(folder: Path) -> Path:
@@ -233,17 +241,13 @@ class RunFolder:
 
     @property
     def tracking_id(self) -> str | None:
-        file = self.path / "mlflow_run_id"
-        if not file.exists():
-            return None
-        run_id = _note(file)
-        if not re.fullmatch(r"[0-9A-Za-z_-]+", run_id):
-            warn(f"{file} is damaged: a new MLflow run begins")
-            return None
+        run_id = read_tracking_id(self.path)
+        if run_id is None and (self.path / TRACKING_ID).exists():
+            warn(f"{self.path / TRACKING_ID} is damaged: a new MLflow run begins")
         return run_id
 
     def remember_tracking_id(self, run_id: str) -> None:
-        replace_file(self.path / "mlflow_run_id", f"{run_id}\n".encode())
+        replace_file(self.path / TRACKING_ID, f"{run_id}\n".encode())
 
     def mark_finished(self, finished: bool, reason: str) -> None:
         if finished:
