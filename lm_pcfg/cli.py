@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lm_pcfg.commands import bench, info, prepare, report, search, train, verify
+from lm_pcfg.commands import bench, glossary, info, prepare, report, search, train, verify
 from lm_pcfg.commands.text import evaluate, next_word, parse, sample, score, suite, surprisal
 from lm_pcfg.console import say
 from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
@@ -36,6 +36,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "verify": verify.verify,
     "report": report.report,
     "search": search.search,
+    "glossary": glossary.glossary,
 }
 
 app = typer.Typer(
