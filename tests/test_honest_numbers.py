@@ -190,14 +190,15 @@ def steps(tmp_path) -> Steps:
     return Steps(settings := load_settings(write_config(tmp_path, **changes)), Engine(settings))
 
 
-def test_a_dry_run_expects_the_mean_step_not_the_costliest(steps, monkeypatch):
+@pytest.mark.parametrize("scale", [1e-4, 1.0], ids=["all are timed", "time for one only"])
+def test_a_dry_run_expects_the_mean_step_not_the_costliest(steps, monkeypatch, scale):
     def cost(batches) -> float:
-        return 1.0 + sum(batch.cost for batch in batches)
+        return scale * sum(batch.cost for batch in batches)
 
     monkeypatch.setattr(trial, "_seconds_of", lambda steps, batches: cost(batches))
     every = [cost([batch]) for batch in steps.stream.plan.batches(2, [(0, 20)])]
     mean, sentences = trial.time_steps(steps)
-    assert mean == pytest.approx(np.mean(every), rel=0.03)
+    assert mean == pytest.approx(np.mean(every), rel=0.05)
     assert max(every) > 1.5 * mean
     assert sentences == 3
 
@@ -216,7 +217,7 @@ def test_a_dry_run_expects_the_whole_evaluation_from_a_part(steps, monkeypatch):
     valid = steps.corpora.valid
     seconds = trial.time_evaluation(steps, of_sentence=100.0)
     assert sizes == [1, 4]
-    assert seconds == pytest.approx(5.0 + 0.1 * float((valid.lengths**2).sum()), rel=0.15)
+    assert seconds == pytest.approx(5.0 + 0.1 * float((valid.lengths**2).sum()))
 
 
 def test_a_dry_run_tells_the_whole_time(tmp_path):

@@ -103,6 +103,8 @@ def time_steps(steps: Steps) -> tuple[float, float]:
     timed = sorted(seconds, key=lambda place: costs[place])
     means = [sum(seconds[place]) / len(seconds[place]) for place in timed]
     mean = float(np.interp(costs, costs[timed], means).mean())
+    if len(timed) == 1:  # steps that long are spent on the charts
+        mean = means[0] * float(costs.mean()) / max(1.0, float(costs[timed[0]]))
     return mean, sum(batch.n_sentences for batches in drawn for batch in batches) / len(drawn)
 
 
@@ -129,9 +131,10 @@ def time_evaluation(steps: Steps, of_sentence: float) -> float:
         assert part.valid is not None
         return time.perf_counter() - began, float((part.valid.lengths**2).sum() / (valid.lengths**2).sum())
 
-    least, _ = timed(1)  # the grammar itself
-    seconds, share = timed(wanted)
-    return least + max(0.0, seconds - least) / share
+    (least, least_share), (seconds, share) = timed(1), timed(wanted)  # the first is mostly the grammar itself
+    if share <= least_share:
+        return seconds  # a text of one sentence
+    return seconds + max(0.0, seconds - least) / (share - least_share) * (1.0 - share)
 
 
 def part_of(corpora: Corpora, sentences: int) -> Corpora:
