@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lm_pcfg.commands import bench, export, info, prepare, report, search, serve, train, verify
+from lm_pcfg.commands import bench, export, glossary, info, prepare, report, search, serve, train, verify
 from lm_pcfg.commands.output import WholeHelp
 from lm_pcfg.commands.text import evaluate, next_word, parse, sample, score, suite, surprisal
 from lm_pcfg.console import say
@@ -39,6 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report.report,
     "search": search.search,
     "serve": serve.serve,
+    "glossary": glossary.glossary,
 }
 
 app = typer.Typer(

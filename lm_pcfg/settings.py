@@ -151,7 +151,10 @@ class DataSection(Section):
         "off", "compare shards with their sha256: once, when the run starts; always: also whenever one is opened"
     )
     index_folder: str = setting("data/index", "where the index of raw shards is kept", min_length=1)
-    max_length: Count | None = setting(40, "training sentences with more words are left out; null: keep all")
+    max_length: Count | None = setting(
+        40,
+        "training sentences of more words (of more pieces, if the model counts those) are left out; null: keep all",
+    )
     vocabulary: VocabularySection = setting(VocabularySection, "which words are known")
     sentencepiece: str | None = setting(
         None, "an existing SentencePiece model: pieces instead of words (data.vocabulary is not used)", min_length=1
@@ -237,7 +240,7 @@ class EvaluationSection(Section):
     patience: Count | None = setting(5, "evaluations without improvement before training stops; null: never")
     precision: Precision = setting("fp32", "precision of the inside algorithm in evaluation")
     batch_cost: Count = setting(25600, "budget of words squared of an evaluation batch")
-    max_length: Count | None = setting(250, "longer validation sentences are left out; null: keep all")
+    max_length: Count | None = setting(250, "longer validation sentences (words or pieces) are left out; null: none")
     trees: str | None = setting(
         None, "gold trees in Penn brackets, whose S-F1 is logged at every evaluation (punctuation is left out)",
         min_length=1,

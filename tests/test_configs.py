@@ -9,7 +9,7 @@ import pytest
 
 from lm_pcfg.bench.search import settings_of
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.training.steps import dry_run
+from lm_pcfg.training.dry_run import dry_run
 from texts import write_text
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

@@ -1,5 +1,6 @@
 """MLflow gets everything a run logs, and a store that fails never stops, slows or soils a training."""
 
+import getpass
 import json
 import math
 import os
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from lm_pcfg.training import mlflow_run, tracking
-from lm_pcfg.training.mlflow_run import MlflowRun, environment_artifacts, one_line, valid_name
+from lm_pcfg.cli import app
+from lm_pcfg.training import mlflow_run, tracked_scores, tracking
+from lm_pcfg.training.mlflow_run import MlflowRun, environment_artifacts, git_commit, one_line, valid_name
 from lm_pcfg.training.tracking import NoTracker, Tracker
+from texts import write_config
 
 DEAD_SERVER = "http://127.0.0.1:9"
 
@@ -385,6 +389,90 @@ class TestFailures:
 
     def test_passwords_stay_out_of_messages(self) -> None:
         assert one_line(ValueError("at\n http://me:secret@host:1/x")) == "at http://host:1/x"
+
+
+class TestScores:
+    """What a run and its scores have in MLflow, and that `score` never fails, waits or makes a store for it."""
+
+    @pytest.fixture(scope="class")
+    def run(self, shared_store: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A run with a vocabulary that leaves out some words, logged in the shared store."""
+        folder = tmp_path_factory.mktemp("scored")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.setenv("MLFLOW_TRACKING_URI", shared_store)
+            config = write_config(folder, tracking={"mlflow": True})
+            result = CliRunner().invoke(app, ["train", "--config", str(config), "data.vocabulary.size=12"])
+            assert result.exit_code == 0, result.output
+        return folder / "runs" / "small"
+
+    def score(self, run: Path, *options: str) -> Any:
+        result = CliRunner().invoke(
+            app, ["score", str(run.parents[1] / "valid.txt"), "--checkpoint", str(run), *options]
+        )
+        assert result.exit_code == 0, result.output
+        return result
+
+    def test_a_run_has_its_source_its_vocabulary_and_its_best_value(self, run: Path, store: Any) -> None:
+        found = store.get_run((run / "mlflow_run_id").read_text().strip())
+        assert found.info.user_id == found.data.tags["mlflow.user"] == getpass.getuser()
+        assert found.data.tags["mlflow.source.name"] == Path(sys.argv[0]).name
+        assert found.data.tags["mlflow.source.type"] == "LOCAL"
+        if commit := git_commit():
+            assert found.data.tags["mlflow.source.git.commit"] == commit.removesuffix("+changes")
+        described = json.loads((run / "vocab" / "vocabulary.json").read_text())
+        assert found.data.params["vocabulary.types"] == "12" == str(described["types"])
+        share = described["training_unknown"] / described["training_words"]
+        assert float(found.data.params["vocabulary.training_unknown_share"]) == pytest.approx(share)
+        best = min(value for _, value in history(store, found.info.run_id, "valid/ppl"))
+        assert found.data.metrics["best/valid_ppl"] == pytest.approx(best)
+
+    def test_a_score_is_logged_to_the_run_it_scores(
+        self, run: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tracked_scores, "SECONDS", 60.0)
+        run_id = (run / "mlflow_run_id").read_text().strip()
+        before = len(store.search_runs([store.get_run(run_id).info.experiment_id]))
+        for options in (["--no-track"], ["--checkpoint", str(run)]):  # not wanted; a mixture is no run
+            self.score(run, *options)
+        assert not any(name.startswith("score/") for name in store.get_run(run_id).data.metrics)
+        report = json.loads(self.score(run, "--json").stdout)
+        found = store.get_run(run_id)
+        assert found.data.metrics["score/valid.txt/ppl"] == pytest.approx(report["ppl"])
+        assert found.data.metrics["score/valid.txt/unknown_share"] == pytest.approx(report["unknown_share"])
+        assert history(store, run_id, "score/valid.txt/ppl")[0][0] == 16  # the step of the checkpoint
+        assert json.loads(found.data.tags["score.valid.txt"])["checkpoint"] == report["checkpoint"]
+        assert found.info.status == "FINISHED"
+        assert len(store.search_runs([found.info.experiment_id])) == before
+
+    def test_only_rank_0_logs(self, run: Path, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RANK", "1")
+        with tracked_scores.score_log(run) as log:
+            assert log is None
+        monkeypatch.setenv("RANK", "0")
+        with tracked_scores.score_log(run) as log:
+            assert log is not None
+        log._thread.join(20.0)
+        assert log.outcome == "not there"  # nothing was sent
+
+    @pytest.mark.parametrize("uri", ["", "sqlite:///{}/none/mlflow.db", "sqlite:///{}/empty.db", "file://{}/files"])
+    def test_a_store_is_never_made(self, run: Path, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "empty.db").touch()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.format(tmp_path))
+        assert "MLflow" not in self.score(run).output
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.db"]
+        assert (tmp_path / "empty.db").stat().st_size == 0
+        assert not (run.parents[1] / "mlruns" / "mlflow.db").exists()
+
+    def test_a_dead_server_is_one_line_after_the_result(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", DEAD_SERVER)
+        monkeypatch.setattr(tracked_scores, "SECONDS", 0.2)
+        result = self.score(run, "--json")
+        assert "ppl" in json.loads(result.stdout)
+        (line,) = [line for line in result.stderr.splitlines() if "MLflow" in line]
+        assert "this score was not logged (" in line
+        assert "--no-track" in line
 
 
 class TestTwoProcesses:

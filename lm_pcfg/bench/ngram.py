@@ -52,6 +52,8 @@ def compare(
     for k in model.orders_with_fallback:
         warn(f"{train}: too small to estimate the discounts of order {k}, {FALLBACK_DISCOUNTS} are used")
     unigram = model if order == 1 else KneserNey(train_text, 1, unknown_is_known)
+    if message := test_text.unknown_words.warning(display_name(test)):
+        warn(message)
     nll, tokens, words = model.nll(test_text), len(test_text.ids), test_text.words
     return {
         "train": train,
@@ -62,7 +64,7 @@ def compare(
         "words": words,
         "lines": len(test_text),
         "tokens": tokens,
-        "unknown_words": test_text.unknown,
+        **test_text.unknown_words.report(),
         "ppl": math.exp(nll / tokens),
         "ppl_words": math.exp(nll / words),
         "unigram_ppl": math.exp(unigram.nll(test_text) / tokens),

@@ -70,11 +70,15 @@ def draw_curves(runs: Sequence[Run], reach: float | None = None) -> str:
     ):
         end = _end(runs, across)
         panels += _panel(Panel(left), perplexity_curves(runs, across), title, end, low, high, True, reach)
-    parts = [_text(8, 18, "Perplexity: validation (solid) and training (dashed)"), *panels]
+    units = {run.unit for run in runs if run.unit}
+    several_units = len(units) > 1  # whose curves cannot be compared
+    per = " per word or per piece, not comparable" if several_units else "".join(f" per {unit[:-1]}" for unit in units)
+    parts = [_text(8, 18, f"Perplexity{per}: validation (solid) and training (dashed)"), *panels]
     bottom = TOP + PANEL_HEIGHT + 60
     for number, run in enumerate(runs):
         parts.append(_line([(GAP, bottom - 4), (GAP + 24, bottom - 4)], run_colour(number), 'stroke-width="3"'))
-        parts.append(_text(GAP + 32, bottom, run_label(run)))
+        label = run_label(run) + (f", per {run.unit[:-1]}" if several_units and run.unit else "")
+        parts.append(_text(GAP + 32, bottom, label))
         bottom += 18
     return _picture(2 * (PANEL_WIDTH + GAP) + 20, bottom, parts)
 

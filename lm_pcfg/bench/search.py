@@ -189,6 +189,8 @@ def table(file: Path, overrides: list[str]) -> str:
     begun = {name: folder for name, folder in folders.items() if (folder / "config.yaml").exists()}
     runs = report.read_runs(list(begun.values()), warn)
     lines = {name: report.summary(run) for name, run in zip(begun, runs, strict=True)}
+    for reason in report.incomparable(list(lines.values())):
+        warn(reason)
     control = lines.get(CONTROL, {}).get("best_valid_ppl")
     rows = [
         "| run | changes | valid | against control | train | skipped | training s |",

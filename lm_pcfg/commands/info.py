@@ -39,7 +39,9 @@ def info(
     ] = None,
     most: Annotated[int, typer.Option(min=1, help="Words or children to list for a symbol.")] = 10,
     symbols: Annotated[int, typer.Option(min=1, help="Nonterminals to list, and as many preterminals.")] = 50,
-    max_length: Annotated[int, typer.Option(min=1, help="Leave out lines of the text of more words.")] = 250,
+    max_length: Annotated[
+        int, typer.Option(min=1, help="Leave out lines of the text of more words (or pieces).")
+    ] = 250,
 ) -> None:
     """Describe a checkpoint and its grammar, or a prepared corpus."""
     wants_symbols = grammar or html is not None

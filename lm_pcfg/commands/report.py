@@ -34,7 +34,7 @@ def report(
 ) -> None:
     """Show figures and learning curves of runs, from their metrics.jsonl, and as a page what they have learned.
 
-    The training perplexity is that of the last tenth of the steps.
+    The training perplexity is that of the last tenth of the steps. `lm_pcfg glossary` says what the figures mean.
     """
     if reach is not None and not 1 <= reach < math.inf:
         raise typer.BadParameter(f"--reach {reach} should be a perplexity: a number of at least 1")
@@ -53,6 +53,8 @@ def report(
         print(json.dumps({"runs": lines}, allow_nan=False))
     else:
         print(reports.table(lines))
+    for reason in reports.incomparable(lines):
+        warn(reason)
     if plot is not None:
         _write(plot, draw_curves(runs, reach))
     if html is not None:

@@ -17,7 +17,9 @@ def train(
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change: model.eos=explicit"),
     ] = None,
     print_config: Annotated[bool, typer.Option(help="Print the resolved settings and exit.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Build everything, run one step, report time and memory.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Build everything, time a few steps, tell memory and the whole time; write nothing.")
+    ] = False,
 ) -> None:
     """Train a grammar."""
     from lm_pcfg.settings_file import dump_yaml, load_settings
@@ -27,10 +29,11 @@ def train(
         print(dump_yaml(settings), end="")
         return
     if dry_run:
-        from lm_pcfg.training import steps
+        from lm_pcfg.training import dry_run as trial
 
-        if report := steps.dry_run(settings):  # empty on all processes but one
+        if report := trial.dry_run(settings):  # empty on all processes but one
             print_table(report)
+            print(trial.expectation(report))
     else:
         from lm_pcfg.training import loop
 

@@ -77,7 +77,7 @@ def load_corpora(settings: Settings, vocabulary: AnyVocabulary | None, min_lengt
     if not train.lines:
         names = ", ".join(name for names, _ in weighted for name in names)
         way_out = "check data.max_length" + (", or use model.root=all for one-word lines" if min_length > 1 else "")
-        raise UserError(f"{names}: no sentence of {min_length} to {limits.max_length} words; {way_out}")
+        raise UserError(f"{names}: no sentence of {min_length} to {limits.max_length} {vocabulary.unit}; {way_out}")
     if data.valid is None:
         if settings.evaluation.trees is not None:
             raise UserError("evaluation.trees is looked at with the validation text: give data.valid, too")
@@ -89,7 +89,7 @@ def load_corpora(settings: Settings, vocabulary: AnyVocabulary | None, min_lengt
     valid = text if isinstance(text, Sentences) else text.in_memory()
     if not valid.lines:
         raise UserError(
-            f"{data.valid}: no sentence of {min_length} to {limits.max_length} words; is it the right file?"
+            f"{data.valid}: no sentence of {min_length} to {limits.max_length} {vocabulary.unit}; is it the right file?"
         )
     return Corpora(vocabulary, train, valid, _gold_trees(settings.evaluation, vocabulary))
 
@@ -287,6 +287,6 @@ def describe(name: str, text: Text) -> str:
         (damage.lines, "unreadable"),
     )  # fmt: skip
     left_out = ", ".join(f"{count:,} {reason}" for count, reason in reasons if count)
-    line = f"{name}: {text.lines:,} sentences, {text.words:,} words, {text.remark}"
+    line = f"{name}: {text.lines:,} sentences, {text.words:,} {text.unit}, {text.remark}"
     line += f" (left out: {left_out})" if left_out else ""
     return "\n".join([line, *(f"warning: {message}; left out (on_error: skip)" for message in damage.files)])

@@ -37,6 +37,8 @@ class PieceVocabulary:
     A line is encoded as its words joined by single spaces. Lengths, limits and costs count pieces, not words.
     """
 
+    unit = "pieces"
+
     def __init__(self, model: bytes, options: PieceOptions, *, training_words: int = 0, training_unknown: int = 0):
         import sentencepiece
 
@@ -62,6 +64,11 @@ class PieceVocabulary:
 
     def __len__(self) -> int:
         return self._types
+
+    @property
+    def training_unknown_share(self) -> float | None:
+        """Share of the pieces of the training text that became unknown pieces; None: not known."""
+        return self.training_unknown / self.training_words if self.training_words else None
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 from lm_pcfg.corpus.lengths import KEPT, Histogram, Limits, Skipped
 from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
+from lm_pcfg.corpus.unknown import Unknown, literals
 
 LINES_AT_A_TIME = 4096  # that are tokenised together
 
@@ -36,6 +37,8 @@ class Sentences:
     line_numbers: np.ndarray  # int64 [lines], from 1, in the text
     end_of_sentence: bool
     unknown_id: int = 0
+    unit: str = "words"  # what the ids are of: words, or pieces of words
+    literal_unknown: int = 0  # `<unk>` that are written in the text; a prepared corpus does not tell them apart
     limits: np.ndarray | None = None  # int32 [sum of lengths, 2]: brackets, see brackets.py; None: there are none
     skipped: Skipped = field(default_factory=Skipped)
     damage: Damage = field(default_factory=Damage)  # always none: a text in memory is whole
@@ -74,13 +77,18 @@ class Sentences:
 
     @property
     def unknown(self) -> int:
-        """Number of words that are `<unk>`."""
+        """Number of words that are `<unk>`, also those that are written so in the text."""
         return int(np.count_nonzero(self.ids == self.unknown_id))
+
+    @cached_property
+    def unknown_words(self) -> Unknown:
+        """What to say beside a perplexity."""
+        return Unknown(self.unknown - self.literal_unknown, self.literal_unknown, self.words, self.unit)
 
     @property
     def remark(self) -> str:
         """What `describe` adds about this kind of text."""
-        return f"{self.unknown:,} unknown"
+        return str(self.unknown_words)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -112,9 +120,13 @@ def with_ends(ids: np.ndarray, lengths: np.ndarray, end_id: int | None) -> tuple
 
 
 def sentences_within(
-    limits: Limits, ids: np.ndarray, lengths: np.ndarray, line_numbers: np.ndarray, vocabulary: AnyVocabulary
-) -> Sentences:
-    """Return the lines that the limits keep. ids: packed one line after another, without `<eos>`."""
+    limits: Limits, ids: np.ndarray, lengths: np.ndarray, line_numbers: np.ndarray, vocabulary: AnyVocabulary,
+    literal: np.ndarray | None = None,
+) -> Sentences:  # fmt: skip
+    """Return the lines that the limits keep. ids: packed one line after another, without `<eos>`.
+
+    literal: how many `<unk>` are written in each line, where that is known: [lines]
+    """
     ends = vocabulary.end_id is not None
     kept = limits.judge(lengths, ends) == KEPT
     words, chart_lengths = with_ends(ids[np.repeat(kept, lengths)], lengths[kept], vocabulary.end_id)
@@ -124,6 +136,8 @@ def sentences_within(
         line_numbers=line_numbers[kept],
         end_of_sentence=ends,
         unknown_id=vocabulary.unknown_id,
+        unit=vocabulary.unit,
+        literal_unknown=0 if literal is None else int(literal[kept].sum()),
         skipped=Histogram.of(lengths).skipped(limits, ends),
     )
 
@@ -132,15 +146,16 @@ def encode_sentences(
     numbered_lines: Iterable[tuple[int, str]], vocabulary: AnyVocabulary, limits: Limits | None = None
 ) -> Sentences:
     """Encode (line number, line) pairs. Lengths count what the vocabulary makes of a line: words, or pieces."""
-    ids, lengths, numbers = array("i"), array("q"), array("q")
+    ids, lengths, numbers, literal = array("i"), array("q"), array("q"), array("q")
     numbered_lines = iter(numbered_lines)
     while some := list(islice(numbered_lines, LINES_AT_A_TIME)):
         numbers.extend(number for number, _ in some)
+        literal.extend(literals(line, vocabulary) for _, line in some)
         for words in vocabulary.tokenise([line for _, line in some]):
             ids.extend(words)
             lengths.append(len(words))
     packed, of_lines, line_numbers = np.array(ids, np.int32), np.array(lengths, np.int64), np.array(numbers, np.int64)
-    return sentences_within(limits or Limits(), packed, of_lines, line_numbers, vocabulary)
+    return sentences_within(limits or Limits(), packed, of_lines, line_numbers, vocabulary, np.array(literal, np.int64))
 
 
 def load_sentences(path_or_name: str | Path, vocabulary: AnyVocabulary, *, limits: Limits | None = None) -> Sentences:

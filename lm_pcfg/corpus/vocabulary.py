@@ -54,6 +54,8 @@ class Vocabulary:
     explicit ends a literal `<eos>` is an error in the training text (ends would count twice), and unknown elsewhere.
     """
 
+    unit = "words"  # what its ids are of, and what lengths count
+
     def __init__(self, words: Sequence[str], options: VocabularyOptions, *, training_words: int = 0,
                  training_unknown: int = 0) -> None:  # fmt: skip
         self.words: tuple[str, ...] = tuple(words)
@@ -107,6 +109,11 @@ class Vocabulary:
 
     def __len__(self) -> int:
         return len(self.words)
+
+    @property
+    def training_unknown_share(self) -> float | None:
+        """Share of the words of the training text that became `<unk>`; None: not known."""
+        return self.training_unknown / self.training_words if self.training_words else None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Vocabulary) and (self.words, self.options) == (other.words, other.options)

@@ -65,9 +65,8 @@ def evaluate_model(
     longest = model.longest_line()
     for number, length in enumerate(lengths):
         if length > longest:
-            warn(
-                f"{gold.name}, tree {number + 1}: {length:,} words do not fit into memory; it counts as without a tree"
-            )
+            what = f"{length:,} {model.vocabulary.unit} do not fit into memory"
+            warn(f"{gold.name}, tree {number + 1}: {what}; it counts as without a tree")
             lines[number] = ""
     trees = model.parse(lines, method, on_lines=on_lines)
     report = compare(gold, trees)
@@ -113,7 +112,9 @@ def _likelihood(model: Model, name: str, lines: Sequence[str], warn: Callable[[s
     """
     sentences = encode_sentences(enumerate(lines, start=1), model.vocabulary)
     warn_of_unknown(name, sentences.unknown, model.vocabulary, warn)
-    known = {"unknown_words": sentences.unknown, "unknown_share": sentences.unknown / max(1, sentences.words)}
+    if message := sentences.unknown_words.warning(name):
+        warn(message)
+    known = sentences.unknown_words.report()
     if len({one.vocabulary.hash for one in model.grammars}) > 1:
         warn("the checkpoints have different vocabularies: no perplexity, and the unknown words are those of the first")
         return dict.fromkeys(("ppl", "ppl_words", "nll", "words", "lines", "tokens", "skipped_lines")) | known

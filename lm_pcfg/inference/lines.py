@@ -20,7 +20,7 @@ from lm_pcfg.corpus.lengths import BLANK, KEPT, TOO_LONG, TOO_SHORT, Limits
 from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.corpus.shards.files import is_json, is_parquet
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
-from lm_pcfg.corpus.vocabulary import Vocabulary
+from lm_pcfg.corpus.unknown import literals
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference.trained import TrainedGrammar
 
@@ -41,6 +41,7 @@ class Line(NamedTuple, Generic[Value]):
     value: Value | None  # None: it was skipped
     skipped: str = ""  # why: "blank", "long" or "short"
     unknown: int = 0  # words (or pieces) that the vocabulary does not have
+    literal: int = 0  # `<unk>` that are written in the line
 
 
 class Warnings:
@@ -88,7 +89,8 @@ def map_lines(
     while block := list(islice(numbered, at_a_time or LINES_AT_A_TIME)):
         tokenised = vocabulary.tokenise([text for _, text in block])
         lengths = np.array([len(ids) for ids in tokenised])
-        unknown = [ids.count(vocabulary.unknown_id) for ids in tokenised]
+        literal = [literals(text, vocabulary) for _, text in block]
+        unknown = [ids.count(vocabulary.unknown_id) - own for ids, own in zip(tokenised, literal, strict=True)]
         verdicts = limits.judge(lengths, ends=vocabulary.end_id is not None).tolist()
         reasons = [REASONS[verdict] for verdict in verdicts]
         for (number, _), length, reason in zip(block, lengths.tolist(), reasons, strict=True):
@@ -100,8 +102,8 @@ def map_lines(
         kept = [text for (_, text), reason in zip(block, reasons, strict=True) if not reason]
         values = iter(function(kept, on_lines) if kept else ())
         on_lines(len(block) - len(kept))
-        for (number, text), reason, unknown_here in zip(block, reasons, unknown, strict=True):
-            yield Line(number, text, None if reason else next(values), reason, unknown_here)
+        for (number, text), reason, *counts in zip(block, reasons, unknown, literal, strict=True):
+            yield Line(number, text, None if reason else next(values), reason, *counts)
 
 
 def longest_line(grammars: Sequence[TrainedGrammar], precision: str) -> float:
@@ -118,7 +120,7 @@ def longest_line(grammars: Sequence[TrainedGrammar], precision: str) -> float:
 
 def warn_of_unknown(name: str, unknown: int, vocabulary: AnyVocabulary, warn: Callable[[str], None]) -> None:
     """Warn of unknown words where training saw none."""
-    unit = unit_of(vocabulary)
+    unit = vocabulary.unit
     # A SentencePiece model knows every character of its training text.
     none_in_training = unit == "pieces" or (vocabulary.training_words and not vocabulary.training_unknown)
     if unknown and none_in_training:
@@ -127,7 +129,7 @@ def warn_of_unknown(name: str, unknown: int, vocabulary: AnyVocabulary, warn: Ca
 
 def unit_of(vocabulary: AnyVocabulary) -> str:
     """What lengths count: words, or pieces of words."""
-    return "words" if isinstance(vocabulary, Vocabulary) else "pieces"
+    return vocabulary.unit
 
 
 def count_lines(source: str) -> int | None:

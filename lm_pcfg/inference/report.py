@@ -6,6 +6,7 @@ without an evaluation and lines that are not finite are read too.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,6 +16,10 @@ from typing import Any
 
 import yaml
 
+from lm_pcfg.corpus.pieces import KIND
+from lm_pcfg.corpus.text import read_bounded
+from lm_pcfg.corpus.unknown import WARN_FROM, percent
+from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE
 from lm_pcfg.errors import UserError
 from lm_pcfg.storage.metrics_file import read_metrics
 
@@ -33,6 +38,8 @@ class Point:
 @dataclass
 class Run:
     name: str
+    unit: str | None = None  # what perplexities and speeds are per: words or pieces; None: not known
+    unknown_share: float | None = None  # of the words (or pieces) of the validation text
     nonterminals: int | None = None
     epochs_planned: int | None = None
     finished: bool = False
@@ -91,7 +98,7 @@ def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
         raise UserError(
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl; give one like runs/tiny"
         )
-    run = Run(name, finished=(folder / "FINISHED").exists())
+    run = Run(name, _unit(folder / "vocab"), finished=(folder / "FINISHED").exists())
     run.folder = folder
     settings = _read_config(config, warn)
     run.nonterminals = _whole(settings, "model", "nonterminals")
@@ -109,6 +116,15 @@ def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
         _add(run, line, previous)
         previous = line
     return run
+
+
+def _unit(vocabulary: Path) -> str | None:
+    """Return what a run's vocabulary is of; None if that cannot be read."""
+    try:
+        description = json.loads(read_bounded(vocabulary / DESCRIPTION_FILE))
+        return "pieces" if description.get("kind") == KIND else "words"
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return None
 
 
 def _read_config(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
@@ -146,6 +162,7 @@ def _add(run: Run, line: dict[str, Any], previous: dict[str, Any] | None) -> Non
         run.train.append(Point(run.steps, run.seconds, perplexity, words=words, loss=_number(line, "train/loss")))
     if isinstance(line.get("valid/ppl"), int | float):
         impossible = int(_number(line, "valid/impossible") or 0)
+        run.unknown_share = _number(line, "valid/unknown_share")
         s_f1 = _number(line, "valid/s_f1")
         run.valid.append(Point(run.steps, run.seconds, float(line["valid/ppl"]), impossible, s_f1=s_f1))
 
@@ -171,7 +188,9 @@ def summary(run: Run, reach: float | None = None) -> dict[str, Any]:
         "epochs": run.epochs,
         "epochs_planned": run.epochs_planned,
         "steps": run.steps,
+        "unit": run.unit,
         "best_valid_ppl": best.perplexity if best else None,
+        "unknown_share": run.unknown_share,
         "best_step": best.step if best else None,
         "impossible": best.impossible if best else None,
         "last_train_ppl": run.training_perplexity(),
@@ -190,21 +209,34 @@ def summary(run: Run, reach: float | None = None) -> dict[str, Any]:
 
 
 def cells(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The summaries of runs for people: the names of the columns, and a row for each run."""
+    """The summaries of runs for people: the names of the columns, and a row for each run.
+
+    Perplexities per word and per piece are in different columns: they cannot be compared.
+    """
 
     def shown(line: dict[str, Any], name: str, form: str) -> str:
         return "-" if line[name] is None else format(line[name], form)
+
+    def per_unit(title: str, name: str, form: str) -> dict[str, Callable[[dict[str, Any]], str]]:
+        """A column for each unit that the runs have; a run has its figure in that of its unit."""
+
+        def of(unit: str | None) -> Callable[[dict[str, Any]], str]:
+            return lambda line: shown(line, name, form) if line["unit"] == unit else ""
+
+        units = sorted({line["unit"] for line in lines}, key=lambda unit: (unit is None, unit != "words"))
+        return {title.format(unit[:-1] if unit else "token"): of(unit) for unit in units}
 
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "run": lambda line: line["run"] + ("" if line["finished"] else " (unfinished)"),
         "N": lambda line: shown(line, "nonterminals", ",d"),
         "epoch": lambda line: f"{line['epochs']}/{shown(line, 'epochs_planned', 'd')}",
         "steps": lambda line: shown(line, "steps", ",d"),
-        "valid ppl": lambda line: shown(line, "best_valid_ppl", ".2f"),
+        **per_unit("valid ppl per {}", "best_valid_ppl", ".2f"),
+        "unknown": lambda line: shown(line, "unknown_share", ".2%"),
         "at step": lambda line: shown(line, "best_step", ",d"),
-        "train ppl": lambda line: shown(line, "last_train_ppl", ".2f"),
+        **per_unit("train ppl per {}", "last_train_ppl", ".2f"),
         "skipped": lambda line: shown(line, "skipped_share", ".3%"),
-        "words/s": lambda line: shown(line, "words_per_second", ",.0f"),
+        **per_unit("{}s/s", "words_per_second", ",.0f"),
         "training s": lambda line: shown(line, "training_seconds", ",.1f"),
     }
     if lines and "reach" in lines[0]:
@@ -222,3 +254,14 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     return "\n".join("  ".join(row) for row in padded)
+
+
+def incomparable(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Say why the perplexities of these runs should not be compared."""
+    reasons = []
+    if len({line["unit"] for line in lines if line["unit"]}) > 1:
+        reasons.append("perplexities per word and per piece cannot be compared: `lm_pcfg score` has ppl_per_word")
+    if many := [line["run"] for line in lines if (line["unknown_share"] or 0.0) >= WARN_FROM]:
+        unknown = f"{percent(WARN_FROM)} or more of the validation text is unknown"
+        reasons.append(f"{', '.join(many)}: {unknown}; perplexities are only comparable with the same vocabulary")
+    return reasons

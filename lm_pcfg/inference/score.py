@@ -13,6 +13,7 @@ from flash_inside import Statistics
 from lm_pcfg.console import unseen
 from lm_pcfg.corpus.sentences import Sentences, encode_sentences
 from lm_pcfg.corpus.text import EMBEDDED_PREFIX, display_name, read_words
+from lm_pcfg.corpus.unknown import Unknown
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, perplexity, sentence_log_probabilities
 from lm_pcfg.inference.bounds import Bounds
@@ -33,7 +34,8 @@ class TextScore:
     lines: int = 0
     skipped: int = 0
     blank: int = 0
-    unknown_words: int = 0
+    unknown_words: int = 0  # or pieces, if the vocabulary is of pieces
+    literal_unknown: int = 0  # `<unk>` that are written in the text
     is_scored: bytearray = field(default_factory=bytearray)  # for every line: 1 if it is in the sums, else 0
     statistics: Statistics = field(default_factory=Statistics)  # of all grammars of a mixture together
     bounds: Bounds | None = None  # of a compound model, whose sums here are of the evidence lower bound
@@ -45,13 +47,19 @@ class TextScore:
 
     @property
     def perplexity_per_word(self) -> float:
-        """Vocabularies can be compared by this one. The end of a line counts as one word, as in `total`."""
+        """Vocabularies can be compared by this one, if they know the words. An end of line is a word, as in `total`."""
         return CorpusScore(math.fsum(self.nlls), self.words, self.lines, impossible=0).perplexity
 
     @property
     def perplexity_per_byte(self) -> float:
-        """Vocabularies can be compared by this one. The end of a line counts as one byte, its newline."""
+        """Vocabularies can be compared by this one. The end of a line counts as one byte, its newline.
+
+        It is a lower bound if words are unknown: to write them would cost more than the `<unk>` that was predicted.
+        """
         return CorpusScore(math.fsum(self.nlls), self.bytes, self.lines, impossible=0).perplexity
+
+    def unknown(self, unit: str) -> Unknown:
+        return Unknown(self.unknown_words, self.literal_unknown, self.pieces, unit)
 
 
 def check_mixture(mixture: Sequence[TrainedGrammar]) -> None:
@@ -119,12 +127,16 @@ def score_lines(
             words = line.text.split()
             result.words += len(words)
             result.unknown_words += line.unknown
+            result.literal_unknown += line.literal
             result.bytes += len(" ".join(words).encode("utf-8"))
         result.blank += value is None
         result.skipped += value == -math.inf
         result.is_scored.append(value is not None and math.isfinite(value))
         yield value
-    warn_of_unknown(name, result.unknown_words, vocabulary, warn)
+    unknown = result.unknown(vocabulary.unit)
+    warn_of_unknown(name, unknown.count + unknown.literal, vocabulary, warn)
+    if message := unknown.warning(name):
+        warn(message)
     warnings.summarise()
 
 
@@ -146,12 +158,15 @@ def score_report(
         "bytes": result.bytes,
         "lines": total.lines,
         "tokens": total.tokens,
+        "unit": mixture[0].vocabulary.unit,
         "ppl": total.perplexity,
         "ppl_per_word": result.perplexity_per_word,
         "ppl_per_byte": result.perplexity_per_byte,
+        # The evidence lower bound of a compound model makes it larger: then it bounds nothing.
+        "ppl_per_byte_is_lower_bound": result.unknown_words > 0 and result.bounds is None,
         "ppl_words": perplexity(total.nll / result.words),
         "skipped": result.skipped,
-        "unknown_words": result.unknown_words,
+        **result.unknown(mixture[0].vocabulary.unit).report(),
         "recomputed": result.statistics.recomputed,
         "precision": precision,
     }

@@ -176,9 +176,12 @@ def describe(trained: TrainedGrammar) -> dict[str, Any]:
         "step": state["step"],
         "epoch": state.get("epoch"),
         "best_validation_ppl": perplexity(best) if best is not None else None,
+        "valid_unknown_share": state.get("valid_unknown_share"),  # beside the perplexity; None: of an earlier version
         "best_step": state.get("best_step"),
         "best_validation_s_f1": state.get("best_s_f1"),
         "vocabulary": len(trained.vocabulary),
+        "unit": trained.vocabulary.unit,
+        "training_unknown_share": trained.vocabulary.training_unknown_share,
         "vocabulary_hash": trained.vocabulary.hash,
         "parameters": trained.parameters,
         **trained.settings.model.model_dump(mode="json"),

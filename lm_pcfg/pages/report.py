@@ -51,8 +51,10 @@ def report_page(
 
 
 def _figures(runs: Sequence[Run], reach: float | None) -> str:
-    columns, rows = reports.cells([reports.summary(run, reach) for run in runs])
-    return run_facts.comparison_notes(runs) + table(columns, rows, cards=True)
+    lines = [reports.summary(run, reach) for run in runs]
+    columns, rows = reports.cells(lines)
+    notes = "".join(missing(reason) for reason in reports.incomparable(lines))
+    return run_facts.comparison_notes(runs) + notes + table(columns, rows, cards=True)
 
 
 def _curves(runs: Sequence[Run]) -> str:

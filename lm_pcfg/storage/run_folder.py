@@ -24,6 +24,7 @@ FINISHED, FAILED = "FINISHED", "FAILED"  # how a run ended by itself: files that
 _EARLIER_CONFIG = re.compile(r"config\.([1-9][0-9]{0,8})\.yaml")
 _MOST_CONFIGS = 20  # that are kept: the first, and the newest
 _LARGEST_CONFIG = 1 << 20  # bytes; a few kilobytes are usual
+TRACKING_ID = "mlflow_run_id"
 _LARGEST_NOTE = 1 << 16  # bytes of a file of one line
 
 
@@ -155,7 +156,7 @@ def none_left(folder: Path) -> str:
 
 def damaged_notes(folder: Path) -> list[str]:
     """Say which of the small files of a run cannot be read."""
-    files = [folder / name for name in ("mlflow_run_id", "started_from", LAST_CHECKPOINT, FAILED)]
+    files = [folder / name for name in (TRACKING_ID, "started_from", LAST_CHECKPOINT, FAILED)]
     return [f"{file} is damaged" for file in files if os.path.lexists(file) and not _note(file)]
 
 
@@ -166,6 +167,13 @@ def _note(file: Path) -> str:
     except OSError:
         return ""
     return text if text.isprintable() else ""
+
+
+def read_tracking_id(folder: Path) -> str | None:
+    """The id of a run in MLflow; None if it has none, or one that is damaged."""
+    file = folder / TRACKING_ID
+    run_id = _note(file) if file.exists() else ""
+    return run_id if re.fullmatch(r"[0-9A-Za-z_-]+", run_id) else None
 
 
 def _unused(folder: Path) -> Path:
@@ -287,17 +295,13 @@ class RunFolder:
 
     @property
     def tracking_id(self) -> str | None:
-        file = self.path / "mlflow_run_id"
-        if not file.exists():
-            return None
-        run_id = _note(file)
-        if not re.fullmatch(r"[0-9A-Za-z_-]+", run_id):
-            warn(f"{file} is damaged: a new MLflow run begins")
-            return None
+        run_id = read_tracking_id(self.path)
+        if run_id is None and (self.path / TRACKING_ID).exists():
+            warn(f"{self.path / TRACKING_ID} is damaged: a new MLflow run begins")
         return run_id
 
     def remember_tracking_id(self, run_id: str) -> None:
-        replace_file(self.path / "mlflow_run_id", f"{run_id}\n".encode())
+        replace_file(self.path / TRACKING_ID, f"{run_id}\n".encode())
 
     def remember_environment(self, environment: str) -> None:
         """environment: what the run runs on, as JSON"""

@@ -100,6 +100,7 @@ class State(_Shape):
     data: DataEntry | None = None
     epoch: Count = 0
     vocabulary_hash: str = ""
+    valid_unknown_share: Number | None = None  # of the words of the validation text
     metrics: MetricsEntry | None = None
 
 

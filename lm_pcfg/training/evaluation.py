@@ -23,6 +23,7 @@ from lm_pcfg.corpus.opening import Corpora
 from lm_pcfg.corpus.span_f1 import labelled_spans, sentence_f1
 from lm_pcfg.corpus.stream import BatchStream
 from lm_pcfg.corpus.treebank import Tree
+from lm_pcfg.corpus.unknown import Unknown, percent
 from lm_pcfg.distributed.collectives import Collectives
 from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.grammar.computation import EXACT
@@ -52,6 +53,7 @@ class Evaluation:
     recomputed: float
     grammar: dict[str, float]  # entropies and the like
     seconds: float
+    unknown: Unknown
     trees: TreeScore | None = None
     warning: str | None = None
 
@@ -66,6 +68,7 @@ class Evaluation:
             "valid/nll": self.score.nll,
             "valid/tokens": self.score.tokens,
             "valid/impossible": self.score.impossible,
+            "valid/unknown_share": self.unknown.share,
             "valid/recomputed": self.recomputed,
             "valid/seconds": round(self.seconds, 3),
             **(self.trees.metrics() if self.trees else {}),
@@ -75,7 +78,8 @@ class Evaluation:
     def describe(self) -> str:
         impossible = f", {self.score.impossible} sentences with probability 0" if self.score.impossible else ""
         trees = f", S-F1 {self.s_f1:.2f}" if self.s_f1 is not None else ""
-        return f"validation perplexity {self.score.perplexity:.3f}{impossible}{trees}"
+        unknown = f"{percent(self.unknown.share)} unknown {self.unknown.unit}"
+        return f"validation perplexity {self.score.perplexity:.3f}, {unknown}{impossible}{trees}"
 
 
 def is_due(settings: EvaluationSection, step: int, stream: BatchStream, epoch: int, batch_before: int) -> bool:
@@ -156,7 +160,8 @@ def evaluate(
         recall = {label: 100 * found[label] / count for label, count in labels.items()}
         tree_score = TreeScore(100 * math.fsum(sums[: len(trees)]) / len(trees), recall)
     seconds, warning = time.perf_counter() - began, getattr(grammar, "warning", None)
-    return Evaluation(corpus_score(valid, log_p), recomputed, properties, seconds, tree_score, warning)
+    score = corpus_score(valid, log_p)
+    return Evaluation(score, recomputed, properties, seconds, valid.unknown_words, tree_score, warning)
 
 
 # ---- trees ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 from lm_pcfg.console import Progress, duration, progress, say, warn
 from lm_pcfg.corpus import opening
 from lm_pcfg.corpus.sentences import Sentences
+from lm_pcfg.corpus.unknown import percent
 from lm_pcfg.distributed import launcher
 from lm_pcfg.distributed.collectives import lost_contact_reported
 from lm_pcfg.distributed.engine import Engine
@@ -41,6 +42,7 @@ from lm_pcfg.training.signals import StopFlag, StopSignals
 from lm_pcfg.training.steps import Steps
 from lm_pcfg.training.tracking import track
 
+SECONDS_BETWEEN_GLANCES = 10.0  # at the loss, where lines of metrics are rare
 MOST_SKIPPED_IN_A_ROW = 20  # updates that are not finite, before a run stops
 SECONDS_FOR_TRACKING = 20.0  # that the end of a run waits for a slow MLflow server
 SECONDS_FOR_TRACKING_AFTER_FAILURE = 2.0  # the error comes after it
@@ -145,6 +147,7 @@ class Trainer:
         self._skipped_reported = self.position.skipped
         self._evaluated_step, self._diverged = self.position.step, ""  # the last evaluation, and what was wrong then
         self._clock = time.perf_counter()  # up to here the seconds of training are counted
+        self._shown: float | None = None  # when a loss was shown last
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -200,6 +203,10 @@ class Trainer:
             say(brackets.describe(self.corpora.train, self.settings.data))
         if self.corpora.valid is not None:
             say(opening.describe("valid", self.corpora.valid))
+        measured = self.corpora.train if self.corpora.valid is None else self.corpora.valid
+        name = "train" if self.corpora.valid is None else "valid"
+        if isinstance(measured, Sentences) and (message := measured.unknown_words.warning(name)):
+            warn(message)
         if self.corpora.trees is not None:
             trees, select = self.settings.evaluation.trees, self.settings.evaluation.select
             say(f"trees: {len(self.corpora.trees):,} of {trees}; the best checkpoint is chosen by {select}")
@@ -222,9 +229,13 @@ class Trainer:
             position.evaluation_pending = self.corpora.valid is not None and (
                 last or is_due(settings.evaluation, position.step, steps.stream, epoch, batch_of_epoch)
             )
-            detail = ""
+            detail, is_first = "", self._shown is None
             if position.step % settings.training.log_every == 0 or position.evaluation_pending or last:
                 detail = self._log_window(epoch)
+            elif self.engine.is_main:
+                detail = self._glance(epoch)
+            if is_first and detail and self.engine.is_main:
+                bar.message(f"step {position.step}: {detail}")
             bar.advance(1, detail)
             if position.evaluation_pending and not self._stop_agreed():
                 if self._evaluate(bar):
@@ -237,14 +248,20 @@ class Trainer:
         best = ""
         if position.best_nll is not None:
             ppl, trees = perplexity(position.best_nll), position.best_s_f1
-            best = f", best validation perplexity {ppl:.3f} at step {position.best_step}"
+            valid = f"validation perplexity {ppl:.3f}{self._unknown()}"
+            best = f", best {valid} at step {position.best_step}"
             if trees is not None:
-                best = f", best S-F1 {trees:.2f} at step {position.best_step} (validation perplexity {ppl:.3f})"
+                best = f", best S-F1 {trees:.2f} at step {position.best_step} ({valid})"
         if position.evaluation_pending:  # the stop came at the very last step
             return False, f"stopped by {stop.received or 'another process'} before the last evaluation"
         self.engine.on_main(self._stop_if_diverged)
         why = "no improvement" if out_of_patience(steps) else "finished"
         return True, f"{why} after step {position.step}{best}"
+
+    def _unknown(self) -> str:
+        """What stands beside a validation perplexity, if words of that text are unknown."""
+        unknown = self.corpora.valid.unknown_words if self.corpora.valid is not None else None
+        return f" ({percent(unknown.share)} unknown {unknown.unit})" if unknown is not None and unknown.count else ""
 
     def _report_skipped(self, bar: Progress) -> None:
         """Report every skipped update; too many in a row end the run, on all processes."""
@@ -309,6 +326,8 @@ class Trainer:
         by_trees = self.settings.evaluation.select == "trees"
         improved = self.position.take_evaluation(nll, score.impossible, result.s_f1 if by_trees else None)
         self._record(result.metrics())
+        if improved and self.engine.is_main:
+            self.tracker.log(self.position.step, self.position.best_metrics())  # a column to sort runs by
         if self.engine.is_main:
             mark = "  best so far" if improved else ""
             bar.message(f"step {self.position.step}: {result.describe()} ({duration(result.seconds)}){mark}")
@@ -339,19 +358,39 @@ class Trainer:
             **opening.metrics(self.corpora.train, self.steps.stream, self.engine.sums),
             "train/seconds": round(seconds, 6),
         }
-        detail = "no finite update"
-        tokens = window.words + window.sentences
-        if updates and tokens:
-            train_perplexity = perplexity(window.nll / tokens)
+        detail = self._loss_of(window, epoch)
+        if detail:
             metrics |= {
-                "train/loss": window.nll / (tokens if self.settings.loss.normalise == "tokens" else window.sentences),
-                "train/ppl": train_perplexity,
+                "train/loss": window.nll / self._normaliser(window),
+                "train/ppl": perplexity(window.nll / (window.words + window.sentences)),
                 "train/gradient_norm": window.gradient_norm / updates,
             }
-            speed = f"  {speeds['train/words_per_second']:,.0f} words/s" if speeds else ""
-            detail = f"epoch {epoch + 1}  loss {metrics['train/loss']:.4f}  ppl {train_perplexity:.2f}{speed}"
+            detail += f"  {speeds['train/words_per_second']:,.0f} {self.corpora.train.unit}/s" if speeds else ""
+        self._shown = time.perf_counter()
         self._record(metrics | speeds)
+        return detail or "no finite update"
+
+    def _glance(self, epoch: int) -> str:
+        """Return what the progress line shows now and then until the next line of metrics; nothing: as before."""
+        now = time.perf_counter()
+        if self._shown is not None and now - self._shown < SECONDS_BETWEEN_GLANCES:
+            return ""
+        self.steps.finish_update()
+        detail = self._loss_of(self.position.window, epoch)
+        self._shown = now if detail else self._shown
         return detail
+
+    def _loss_of(self, window: Window, epoch: int) -> str:
+        """Return the loss of the steps since the last line of metrics, in words; nothing if no update was finite."""
+        tokens = window.words + window.sentences
+        if window.steps == window.skipped or not tokens:
+            return ""
+        loss = window.nll / self._normaliser(window)
+        return f"epoch {epoch + 1}  loss {loss:.4f}  ppl {perplexity(window.nll / tokens):.2f}"
+
+    def _normaliser(self, window: Window) -> float:
+        by_tokens = self.settings.loss.normalise == "tokens"
+        return window.words + window.sentences if by_tokens else window.sentences
 
     def _record(self, metrics: dict[str, Any]) -> None:
         if self.engine.is_main:
@@ -380,6 +419,7 @@ class Trainer:
             "world_size": self.engine.world_size,
             "engine": self.engine.name,
             "vocabulary_hash": self.corpora.vocabulary.hash,
+            "valid_unknown_share": self.corpora.valid.unknown_words.share if self.corpora.valid is not None else None,
         }
         best_steps = position.best_steps(self.settings.checkpoint.keep_best)
         self.engine.on_main(lambda: self.saver.start(tensors, state, best_steps))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import getpass
 import importlib.metadata
 import json
 import logging
@@ -11,6 +12,7 @@ import os
 import platform
 import posixpath
 import re
+import shlex
 import socket
 import sqlite3
 import subprocess
@@ -29,6 +31,7 @@ _SETTINGS_PER_CALL = 100
 _LONGEST_NAME = 250
 _LONGEST_VALUE = 6000
 LARGEST_ANSWER = 32 << 20  # bytes of a server's; ours ask for nothing larger than the parameters of a run
+CHANGED = "+changes"  # after the commit of a source that was edited
 _BOUNDED = "lm_pcfg-bounded-"  # and the name of the one that was there
 _PACKAGES = (
     *("lm_pcfg", "torch", "triton", "deepspeed", "accelerate", "transformers"),
@@ -75,7 +78,7 @@ class MlflowRun:
             return
         if self._experiment_id is None:
             with _alone_with_sqlite(self._uri):
-                self._client = _quiet_client(self._uri)
+                self._client = quiet_client(self._uri)
                 self._experiment_id = self._find_or_create_experiment()
         self._run_id = self._continue_run() or self._create_run()
         try:
@@ -115,7 +118,8 @@ class MlflowRun:
         return self._wanted_run_id
 
     def _create_run(self) -> str:
-        return self._client.create_run(self._experiment_id, run_name=self._run_name).info.run_id
+        tags = source_tags()  # MLflow takes the user of a run from these, and from no later ones
+        return self._client.create_run(self._experiment_id, run_name=self._run_name, tags=tags).info.run_id
 
     def log_settings(self) -> None:
         """Parameters, tags. MLflow lets no parameter change: what a resume changes becomes a tag `resumed.<name>`."""
@@ -155,7 +159,7 @@ class MlflowRun:
         self._client.set_terminated(self._run_id, status)
 
 
-def _quiet_client(uri: str) -> Any:
+def quiet_client(uri: str) -> Any:
     from mlflow import MlflowClient  # 2 s, hence here in the thread
 
     # MLflow, alembic and urllib3 tell their story on standard error; drop what this thread makes them say.
@@ -232,11 +236,10 @@ def _alone_with_sqlite(uri: str) -> Iterator[None]:
     MLflow's own lock lies in the temporary folder, so it knows nothing of other hosts; and it would try for 100 s to
     open a file that cannot be opened.
     """
-    path = re.sub(r"\?.*", "", uri.removeprefix("sqlite:///"))
-    if not uri.startswith("sqlite:///") or path in ("", ":memory:"):
+    if (path := sqlite_file(uri)) is None:
         yield
         return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock_file:
         with contextlib.suppress(OSError):  # a file system without locks: MLflow's own has to do
             fcntl.flock(lock_file, fcntl.LOCK_EX)
@@ -244,6 +247,12 @@ def _alone_with_sqlite(uri: str) -> Iterator[None]:
             connection.execute("BEGIN IMMEDIATE")
             connection.rollback()
         yield
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The file of a sqlite store; None for other stores, and for one in memory."""
+    path = re.sub(r"\?.*", "", uri.removeprefix("sqlite:///"))
+    return None if not uri.startswith("sqlite:///") or path in ("", ":memory:") else Path(path)
 
 
 def refused_for_good(error: Exception) -> bool:
@@ -289,7 +298,7 @@ def environment_json() -> str:
         "platform": platform.platform(),
         "hostname": socket.gethostname(),
         "command": sys.argv,
-        "git_commit": _git_commit(Path(__file__).parent),
+        "git_commit": git_commit(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "gpus": [],
     }
@@ -308,8 +317,21 @@ def _version(package: str) -> str | None:
         return None
 
 
+def source_tags() -> dict[str, str]:
+    """Where a run came from, under the names that MLflow's pages show: source, user and commit."""
+    programme = Path(sys.argv[0]).name
+    tags = {"mlflow.source.type": "LOCAL", "mlflow.source.name": programme}
+    tags["command"] = shlex.join([programme, *sys.argv[1:]])
+    with contextlib.suppress(OSError, KeyError, ImportError):  # a user without a name, as in some containers
+        tags["mlflow.user"] = getpass.getuser()
+    if commit := git_commit():
+        tags["mlflow.source.git.commit"] = commit.removesuffix(CHANGED)
+        tags["mlflow.source.git.dirty"] = str(commit.endswith(CHANGED)).lower()
+    return {name: value[:_LONGEST_VALUE] for name, value in tags.items()}
+
+
 @cache
-def _git_commit(folder: Path) -> str | None:
+def git_commit(folder: Path = Path(__file__).parent) -> str | None:
     """The commit this source was checked out from, with `+changes` where it was edited; None outside a repository."""
 
     def git(*arguments: str) -> str:
@@ -318,6 +340,6 @@ def _git_commit(folder: Path) -> str | None:
 
     try:
         git("ls-files", "--error-unmatch", Path(__file__).name)  # not a site-packages inside some other repository
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return git("rev-parse", "HEAD") + (CHANGED if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None

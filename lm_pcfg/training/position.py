@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from lm_pcfg.grammar.likelihood import perplexity
+
 _RANKED = 100  # more of the best checkpoints than anyone keeps
 
 
@@ -67,6 +69,13 @@ class Position:
     def forget_best(self) -> None:
         self.best_nll, self.best_impossible, self.best_step, self.evaluations_since_best = None, 0, None, 0
         self.best_s_f1, self.ranking = None, []
+
+    def best_metrics(self) -> dict[str, float]:
+        """Return the figures of the best evaluation, under names of their own."""
+        if self.best_nll is None or self.best_step is None:
+            return {}
+        best = {"best/valid_ppl": perplexity(self.best_nll), "best/step": float(self.best_step)}
+        return best if self.best_s_f1 is None else best | {"best/s_f1": self.best_s_f1}
 
     def best_steps(self, count: int) -> list[int]:
         """Return the steps of the best evaluations, best first."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from lm_pcfg.corpus import opening
 from lm_pcfg.corpus.batches import Batch
 from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.distributed import make_learner
-from lm_pcfg.distributed.engine import Engine, peak_memory
+from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.distributed.learner import Update
 from lm_pcfg.distributed.throughput import Throughput
 from lm_pcfg.errors import UserError
@@ -33,7 +32,7 @@ from lm_pcfg.grammar.families.family import Distribution
 from lm_pcfg.grammar.likelihood import accumulate_gradients
 from lm_pcfg.settings import Settings
 from lm_pcfg.storage.checkpoint import Loaded
-from lm_pcfg.training.graphs import STEPS_BEFORE_CAPTURE, CapturedNetworks, GraphCapture, Module
+from lm_pcfg.training.graphs import CapturedNetworks, GraphCapture, Module
 from lm_pcfg.training.position import Position
 from lm_pcfg.training.schedules import MovingAverage, learning_rate_factor
 
@@ -107,9 +106,10 @@ class Steps:
         needed = self.family.chart_memory(settings.model, lengths, settings.inside.precision)
         if self.engine.device.type != "cpu" or needed <= (there := memory_of()):
             return
-        what, way_out = f"a sentence of {lengths[0]:,} words takes", ""
+        longest, way_out = f"{lengths[0]:,} {self.corpora.train.unit}", ""
+        what = f"a sentence of {longest} takes"
         if len(lengths) > 1:
-            what = f"a batch of the {len(lengths)} longest sentences, up to {lengths[0]:,} words, takes"
+            what = f"a batch of the {len(lengths)} longest sentences, up to {longest}, takes"
             way_out = " or a smaller batch.sentences"
         fitting = int(0.9 * lengths[0] * math.sqrt(there / needed))  # memory grows with the square
         raise UserError(
@@ -275,33 +275,3 @@ class Steps:
             self.average.load(weights, self.position.ema_updates)
         self.engine.on_all(lambda: self.stream.restore(loaded.state["data"]))
         self.total_steps = self.count_steps()
-
-
-def dry_run(settings: Settings) -> dict[str, Any]:
-    """Build everything, make a step of the most expensive batches, write nothing; return what the step took."""
-    steps = Steps(settings, Engine(settings))
-    batches = steps.stream.costliest_step(settings.training.epochs - 1)  # what has to fit
-    began = time.perf_counter()
-    steps.step(batches)
-    steps.finish_update()
-    seconds = time.perf_counter() - began
-    window = replace(steps.position.window)
-    if steps.capture.allowed:  # CUDA graphs have memory of their own
-        for _ in range(STEPS_BEFORE_CAPTURE + 1):
-            steps.step(batches)
-        steps.finish_update()
-    device = steps.engine.describe()
-    if not steps.engine.is_main:
-        return {}
-    return {
-        "device": device,
-        "parameters": sum(tensor.numel() for tensor in steps.skeleton.parameters()),
-        "vocabulary": len(steps.corpora.vocabulary),
-        "steps_per_epoch": steps.stream.steps_per_epoch(0),
-        "total_steps": steps.total_steps,
-        "sentences": sum(batch.n_sentences for batch in batches),
-        "words": sum(batch.n_words for batch in batches),
-        "nll_per_sentence": window.nll / max(1.0, window.sentences) if not steps.position.skipped else math.inf,
-        "first_step_seconds": round(seconds, 3),
-        "peak_memory": peak_memory(steps.engine.device),
-    }

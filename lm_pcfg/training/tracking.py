@@ -28,7 +28,7 @@ from lm_pcfg.storage.run_folder import RunFolder
 from lm_pcfg.training.mlflow_run import METRICS_PER_CALL, MlflowRun, Status, one_line, refused_for_good, valid_name
 
 _MOST_WAITING_METRICS = 200_000
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # standard output is for results
@@ -38,6 +38,11 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "8",
 }
+
+
+def default_store(folder: Path) -> str:
+    """The store of trainings that are started in a folder."""
+    return f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}"
 
 
 class Tracker:
@@ -60,10 +65,10 @@ class Tracker:
         flush_seconds: float = 5.0,
         retry_seconds: float = 30.0,
     ) -> None:
-        for name, value in _ENVIRONMENT.items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         local = Path.cwd() / "mlruns"
-        self.uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{local / 'mlflow.db'}"
+        self.uri = os.environ.get("MLFLOW_TRACKING_URI") or default_store(Path.cwd())
         self._run = MlflowRun(
             uri=self.uri,
             artifact_location=None if os.environ.get("MLFLOW_TRACKING_URI") else (local / "artifacts").as_uri(),
@@ -198,10 +203,15 @@ def track(settings: Settings, folder: RunFolder, vocabulary: AnyVocabulary, is_m
     """Tell MLflow of a run: its settings, its vocabulary, its folder. Only the main process does."""
     if not (is_main and settings.tracking.mlflow):
         return NoTracker()
+    of_vocabulary = {
+        "types": len(vocabulary),
+        "unit": vocabulary.unit,
+        "training_unknown_share": vocabulary.training_unknown_share,
+    }
     return Tracker(
         run_name=folder.path.name,
         run_id=folder.tracking_id,
-        parameters=settings.model_dump(mode="json"),
+        parameters=settings.model_dump(mode="json") | {"vocabulary": of_vocabulary},
         artifacts={"config.yaml": dump_yaml(settings), "vocabulary_hash.txt": vocabulary.hash + "\n"},
         tags={"run_folder": str(folder.path.resolve()), "vocabulary_hash": vocabulary.hash},
         warn=warn,

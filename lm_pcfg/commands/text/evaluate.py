@@ -34,7 +34,10 @@ def evaluate(
     weights: WeightsOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
-    """Compare trees with gold trees: S-F1, recall by label, F1 by length, beside baselines on the same file."""
+    """Compare trees with gold trees: S-F1, recall by label, F1 by length, beside baselines on the same file.
+
+    `lm_pcfg glossary` says what the figures mean.
+    """
     if predicted is not None and checkpoint:
         raise typer.BadParameter("--predicted and --checkpoint exclude each other: choose one")
     from lm_pcfg.inference.evaluate import evaluate_model, evaluate_predictions, load_gold
@@ -83,5 +86,6 @@ def tables(report: dict[str, Any]) -> list[str]:
         ppl = f"perplexity {report['ppl']:.2f}, " if report["ppl"] is not None else ""
         if report["skipped_lines"]:
             ppl += f"without {report['skipped_lines']:,} sentences of probability 0, "
-        lines.append(f"{ppl}{report['unknown_words']:,} unknown words ({100 * report['unknown_share']:.2f} %)")
+        literal = f", {report['literal_unknown']:,} <unk> in the text itself" if report["literal_unknown"] else ""
+        lines.append(f"{ppl}{report['unknown_words']:,} unknown words ({100 * report['unknown_share']:.2f} %){literal}")
     return lines

@@ -27,7 +27,7 @@ def parse(
         float, typer.Option(min=0.0, max=1.0, help="With mbr: leave out spans of a smaller posterior.")
     ] = 0.0,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Skip lines of more words; default: what fits into memory.")
+        int | None, typer.Option(min=1, help="Skip lines of more words (or pieces); default: what fits into memory.")
     ] = None,
     precision: PrecisionOption = "fp32",
     weights: WeightsOption = "auto",
@@ -63,7 +63,7 @@ def parse(
                         "impossible",
                         f"{name}, line {line.number}: no tree: probability 0, or words that cannot be told apart",
                     )
-                unknown += line.unknown if line.value and line.value.words else 0
+                unknown += line.unknown + line.literal if line.value and line.value.words else 0
                 yield None if line.skipped == "blank" else line.value or NO_TREE
 
         for part in write_trees(trees(), form, title=name):

@@ -26,7 +26,9 @@ def sample(
         str | None, typer.Option(help="Draw sentences that begin with these words, from p(sentence | prefix).")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same samples.")] = 0,
-    max_length: Annotated[int, typer.Option(min=1, help="Samples of more words are cut, and counted.")] = 250,
+    max_length: Annotated[
+        int, typer.Option(min=1, help="Samples of more words (or pieces) are cut, and counted.")
+    ] = 250,
     trees: Annotated[bool, typer.Option("--trees", help="Print trees in brackets, not only their words.")] = False,
     as_json: Annotated[
         bool,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -16,7 +17,7 @@ from lm_pcfg.commands.output import (
     print_json,
     print_table,
 )
-from lm_pcfg.console import progress
+from lm_pcfg.console import progress, warn
 
 
 def score(
@@ -24,7 +25,7 @@ def score(
     checkpoint: Checkpoints = None,
     per_sentence: Annotated[bool, typer.Option(help="Print the natural log-probability of every line.")] = False,
     as_json: Json = False,
-    max_length: Annotated[int, typer.Option(min=1, help="Skip lines of more words.")] = 250,
+    max_length: Annotated[int, typer.Option(min=1, help="Skip lines of more words (or pieces).")] = 250,
     precision: PrecisionOption = "fp32",
     root: Annotated[
         Literal["trained", "nonterminals"],
@@ -37,8 +38,12 @@ def score(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of compound models: the same seed draws the same vectors.")] = 0,
     batch_cost: Annotated[int, typer.Option(min=1, help="Size of a batch: the sum of its lengths squared.")] = 25_600,
+    track: Annotated[bool, typer.Option(help="Log the figures to the run's MLflow run, if it has one.")] = True,
 ) -> None:
-    """Compute the perplexity of a text, or the log-probability of each of its lines."""
+    """Compute the perplexity of a text, or the log-probability of each of its lines.
+
+    `lm_pcfg glossary` says what the figures mean.
+    """
     if per_sentence and as_json:
         raise typer.BadParameter("--per-sentence and --json exclude each other: choose one")
     from lm_pcfg import load
@@ -46,33 +51,55 @@ def score(
     from lm_pcfg.inference.bounds import bounds_wanted
     from lm_pcfg.inference.lines import count_lines
     from lm_pcfg.inference.score import TextScore, score_lines, score_report
+    from lm_pcfg.storage.checkpoint import run_folder_of
+    from lm_pcfg.training.tracked_scores import score_log
 
     check_there(file)
     mixture = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True).grammars
     if root == "nonterminals":
         mixture = tuple(one.with_root_over_nonterminals() for one in mixture)
     result = TextScore(bounds=bounds_wanted(mixture, samples, seed))
-    # Values on a terminal are progress enough.
-    with progress("lines scored", count_lines(file), show=not (per_sentence and sys.stdout.isatty())) as bar:
-        values = score_lines(
-            mixture, file, result, max_length=max_length, precision=precision, batch_cost=batch_cost,
-            warn=lambda message: bar.message(f"warning: {message}"), on_lines=bar.advance,
-        )  # fmt: skip
-        for value in values:
-            if per_sentence:
-                print("" if value is None else f"{value:.9g}")
-    report = score_report(mixture, file, result, precision)
-    if as_json:
-        print_json(report)
-        return
-    out = sys.stderr if per_sentence else sys.stdout
-    print_table(report, out)
-    if result.bounds is not None:
+    with score_log(run_folder_of(mixture[0].checkpoint), track and len(mixture) == 1) as log:
+        # Values on a terminal are progress enough.
+        with progress("lines scored", count_lines(file), show=not (per_sentence and sys.stdout.isatty())) as bar:
+            values = score_lines(
+                mixture, file, result, max_length=max_length, precision=precision, batch_cost=batch_cost,
+                warn=lambda message: bar.message(f"warning: {message}"), on_lines=bar.advance,
+            )  # fmt: skip
+            for value in values:
+                if per_sentence:
+                    print("" if value is None else f"{value:.9g}")
+        report = score_report(mixture, file, result, precision)
+        if as_json:
+            print_json(report)
+        else:
+            print_report(report, result.bounds is not None, sys.stderr if per_sentence else sys.stdout)
+        if log is not None:
+            sys.stdout.flush()  # the result does not wait for MLflow
+            name = Path(file).name if file != "-" else "stdin"
+            how = "-root-nonterminals" if root == "nonterminals" else ""
+            log.send(name + how, mixture[0].state["step"], report, warn)
+
+
+def print_report(report: dict[str, Any], is_bound: bool, out: TextIO) -> None:
+    """Print the figures for people, and beside the best possible ones where these are known."""
+    print_table(for_people(report), out)
+    if is_bound:
         print(bounds_for_people(report), file=out)
     if "best_possible_ppl" in report:
         best, own = report["best_possible_ppl"], report["ppl_per_word"]  # the embedded corpus is made of words
-        perplexity = "perplexity" if result.bounds is None else "perplexity at most"
+        perplexity = "perplexity at most" if is_bound else "perplexity"
         print(f"{perplexity} {own:.3f}, best possible {best:.3f}, ratio {own / best:.4f}", file=out)
+
+
+def for_people(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the same with lower bounds and shares as people write them."""
+    from lm_pcfg.corpus.unknown import percent
+
+    shown = {name: value for name, value in report.items() if name != "ppl_per_byte_is_lower_bound"}
+    if report["ppl_per_byte_is_lower_bound"]:
+        shown["ppl_per_byte"] = f">= {report['ppl_per_byte']:,.4f}"  # unknown words cost more than <unk>
+    return shown | {"unknown_share": percent(report["unknown_share"])}
 
 
 def bounds_for_people(report: dict[str, Any]) -> str:

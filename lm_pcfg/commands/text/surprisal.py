@@ -27,7 +27,7 @@ def surprisal(
         Literal["tsv", "json"], typer.Option("--format", help="One row a word, or one JSON object a line.")
     ] = "tsv",
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Skip lines of more words; default: what fits into memory.")
+        int | None, typer.Option(min=1, help="Skip lines of more words (or pieces); default: what fits into memory.")
     ] = None,
     precision: PrecisionOption = "fp32",
     weights: WeightsOption = "auto",
@@ -36,13 +36,14 @@ def surprisal(
     """Print the surprisal of every word, and of the end of every line, in bits."""
     from lm_pcfg import load
     from lm_pcfg.corpus.text import check_there, display_name
+    from lm_pcfg.corpus.unknown import Unknown
     from lm_pcfg.inference.lines import Warnings, count_lines, map_lines, warn_of_unknown
 
     check_there(file)
     model = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True)
     model.precision = precision
     name = display_name(file)
-    scored = skipped = blank = unknown = 0
+    scored = skipped = blank = unknown = literal = words = 0
     with progress("lines read", count_lines(file), show=not sys.stdout.isatty()) as bar:
         warnings = Warnings(lambda message: bar.message(f"warning: {message}"))
         for one in model.next_words():
@@ -65,10 +66,14 @@ def surprisal(
                 print("\t".join([*COLUMNS, *(ENTROPY_COLUMNS if entropy else [])]))
             scored += 1
             unknown += line.unknown
+            literal += line.literal
+            words += len(line.value.words)
             if not math.isfinite(line.value.total):
                 warnings.add("impossible", f"{name}, line {line.number}: probability 0")
             sys.stdout.write(_rows(line.number, line.value) if form == "tsv" else _object(line.number, line.value))
-        warn_of_unknown(name, unknown, model.vocabulary, warnings.warn)
+        warn_of_unknown(name, unknown + literal, model.vocabulary, warnings.warn)
+        if model.vocabulary.unit == "words" and (message := Unknown(unknown, literal, words).warning(name)):
+            warnings.warn(message)
         warnings.summarise()
     if not scored:
         why = f"{skipped} skipped" if skipped else "all blank" if blank else "it is empty"

@@ -133,6 +133,11 @@ class StreamedText:
         return f"streamed from {self.names}"
 
     @property
+    def unit(self) -> str:
+        """What lengths count: words, or pieces of words."""
+        return self.vocabulary.unit
+
+    @property
     def names(self) -> str:
         return ", ".join(source.corpus.name for source in self.sources)
 

@@ -1,0 +1,129 @@
+"""Scores of a run in MLflow: `lm_pcfg score` adds its figures to the run that it scores.
+
+Only to a run that is there already: no store, no experiment and no run is made. A thread does it, which begins while
+the text is being scored; the command waits a few seconds for it at most, after the result is printed. A failure is told
+in one line, and changes neither the result nor the exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lm_pcfg.storage.run_folder import read_tracking_id
+from lm_pcfg.training.mlflow_run import one_line, quiet_client, sqlite_file, valid_name
+from lm_pcfg.training.tracking import ENVIRONMENT, default_store
+
+FIGURES = ("ppl", "ppl_per_word", "ppl_per_byte", "ppl_words", "nll", "tokens", "skipped", "unknown_share")
+DETAILS = ("file", "checkpoint", "weights", "precision", "unit", "unknown_words", "literal_unknown")
+SECONDS = 8.0  # that a command waits for MLflow, after its result
+
+
+class ScoreLog:
+    """Gets one score, and logs it to a run of a store."""
+
+    def __init__(self, uri: str, run_id: str):
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self.uri, self.run_id = uri, run_id
+        self.given: queue.SimpleQueue[tuple[int, dict[str, float], dict[str, str]] | None] = queue.SimpleQueue()
+        self.outcome = "no answer"  # "logged", "not there" (the store or the run), or what went wrong
+        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def send(self, name: str, step: int, report: Mapping[str, Any], warn: Callable[[str], None]) -> str:
+        """Log the figures of a report under a name, at the step of the checkpoint; return how that went."""
+        numbers = {figure: report[figure] for figure in FIGURES if report.get(figure) is not None}
+        metrics = {valid_name(f"score/{name}/{figure}"): float(value) for figure, value in numbers.items()}
+        details = {detail: report[detail] for detail in DETAILS if detail in report}
+        self.given.put((step, metrics, {valid_name(f"score.{name}"): json.dumps(details)}))
+        self._thread.join(SECONDS)
+        if self.outcome not in ("logged", "not there"):
+            why = f"no answer within {SECONDS:g} s" if self._thread.is_alive() else self.outcome
+            warn(f"MLflow: this score was not logged ({why}); --no-track leaves MLflow alone")
+        return self.outcome
+
+    def _work(self) -> None:
+        try:
+            self.outcome = self._log()
+        except Exception as error:  # whatever it is, the score is printed
+            self.outcome = one_line(error)
+
+    def _log(self) -> str:
+        if not is_there(self.uri, self.run_id):
+            return "not there"
+        client = quiet_client(self.uri)
+        from mlflow.entities import Metric, RunTag
+
+        if (given := self.given.get()) is None:
+            return "not there"
+        step, metrics, tags = given
+        now = int(time.time() * 1000)
+        client.log_batch(
+            self.run_id,
+            metrics=[Metric(name, value, now, step) for name, value in metrics.items()],
+            tags=[RunTag(*tag) for tag in tags.items()],
+        )
+        return "logged"
+
+
+@contextlib.contextmanager
+def score_log(run: Path, wanted: bool = True) -> Iterator[ScoreLog | None]:
+    """Give what logs a score to the MLflow run of a run folder; None: it has none here. Only rank 0 logs."""
+    log = None
+    with contextlib.suppress(OSError):  # a working folder that is gone, say
+        log = _open(run) if wanted else None
+    try:
+        yield log
+    finally:
+        if log is not None:
+            log.given.put(None)  # the end of its thread, if nothing was sent
+
+
+def _open(run: Path) -> ScoreLog | None:
+    if os.environ.get("RANK", "0") != "0" or (run_id := read_tracking_id(run)) is None:
+        return None
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        return ScoreLog(uri, run_id)
+    # A run folder is usually runs/NAME of the folder that the training was started in.
+    for folder in (Path.cwd(), run.resolve().parent.parent):
+        uri = default_store(folder)
+        if sqlite_has_run(sqlite_file(uri), run_id):
+            return ScoreLog(uri, run_id)
+    return None
+
+
+def is_there(uri: str, run_id: str) -> bool:
+    """Whether a store has this run. To open a store with MLflow would make it, where that can be done."""
+    if uri.startswith(("http://", "https://", "databricks")):
+        return True  # a server is nothing that we could make; it refuses a run that it does not have
+    if (file := sqlite_file(uri)) is not None:
+        return sqlite_has_run(file, run_id)
+    if "://" not in uri or uri.startswith("file:"):
+        folder = Path(uri.removeprefix("file://").removeprefix("file:"))
+        return any(folder.glob(f"*/{run_id}/meta.yaml"))
+    import sqlalchemy
+
+    engine = sqlalchemy.create_engine(uri)
+    with contextlib.closing(engine.connect()) as connection:
+        query = sqlalchemy.text("SELECT 1 FROM runs WHERE run_uuid = :run")
+        return connection.execute(query, {"run": run_id}).first() is not None
+
+
+def sqlite_has_run(file: Path | None, run_id: str) -> bool:
+    import sqlite3
+
+    if file is None or not file.is_file():
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True, timeout=1.0)) as store:
+            return store.execute("SELECT 1 FROM runs WHERE run_uuid = ?", (run_id,)).fetchone() is not None
+    except sqlite3.Error:  # not a store
+        return False
