@@ -41,7 +41,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 app = typer.Typer(
     help="Probabilistic context-free grammars as language models.",
-    add_completion=False,
+    add_completion=True,  # `lm_pcfg --install-completion`: bash, zsh, fish
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: it answers in a fraction of the time
     context_settings={"help_option_names": ["-h", "--help"]},

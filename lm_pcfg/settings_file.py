@@ -306,6 +306,18 @@ def _all_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
             yield from _all_keys(child, f"{prefix}{key}.")
 
 
+def setting_keys() -> list[str]:
+    """Return the dotted keys of all settings, with the models of all families."""
+    kinds = [settings_class(family) for family in families.names()]
+    return list(dict.fromkeys(key for kind in kinds for key in _all_keys(kind) if not _is_section(kind, key)))
+
+
+def _is_section(kind: type[Section], dotted: str) -> bool:
+    first, _, rest = dotted.partition(".")
+    section = _section_of(kind.model_fields[first])
+    return section is not None and (not rest or _is_section(section, rest))
+
+
 def _unknown_key(keys: list[str], kind: type[Section], settings: type[Section]) -> str:
     """Says what may have been meant: a similar key of this section, or the same key (else a similar one) elsewhere."""
     from difflib import get_close_matches  # 20 ms, for errors only

@@ -34,6 +34,13 @@ PrecisionOption = Annotated[
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
 
 
+def complete_setting(incomplete: str) -> list[str]:
+    """Return what a shell offers after `model.n` and the Tab key."""
+    from lm_pcfg.settings_file import setting_keys
+
+    return [f"{key}=" for key in setting_keys() if key.startswith(incomplete)]
+
+
 def print_json(report: dict[str, Any]) -> None:
     """Print JSON as the standard has it: null stands for what is not finite."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}
