@@ -72,7 +72,7 @@ def gpu() -> Finding:
         if not os.path.exists("/proc/driver/nvidia/version"):
             return Finding("none", "this machine has no NVIDIA driver; training runs on the CPU")
         if torch.version.cuda is None:
-            mend = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
+            mend = "pip install --force-reinstall 'torch>=2.11,<2.14'; for Linux, the wheels of PyPI bring CUDA"
             return Finding("broken", "there is an NVIDIA driver, but this PyTorch is built for CPUs", mend)
         mend = "compare nvidia-smi with the CUDA version of PyTorch; in a container, start it with --gpus all"
         return Finding("broken", "there is an NVIDIA driver, but PyTorch sees no GPU", mend)
