@@ -161,8 +161,8 @@ def test_a_config_of_the_package_is_found_anywhere(tmp_path, monkeypatch, capsys
 
 def test_a_wheel_is_told_to_have_the_configs():
     build = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert build["packages"] == ["lm_pcfg", "kernels/flash_inside"]
-    assert build["force-include"] == {"configs": "lm_pcfg/configs"}
+    assert build["only-include"] == ["lm_pcfg", "kernels/flash_inside", "configs"]
+    assert build["sources"]["configs"] == "lm_pcfg/configs"
 
 
 @pytest.mark.long
