@@ -17,11 +17,11 @@ from typing import Annotated, Any
 
 import typer
 
-from lm_pcfg.commands import bench, export, glossary, info, prepare, report, search, serve, train, verify
+from lm_pcfg.commands import bench, doctor, export, glossary, info, prepare, report, search, serve, train, verify
 from lm_pcfg.commands.output import WholeHelp
 from lm_pcfg.commands.text import evaluate, next_word, parse, sample, score, suite, surprisal
 from lm_pcfg.console import say
-from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
+from lm_pcfg.errors import FailedElsewhere, LostContact, UserError, is_out_of_memory
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "prepare": prepare.prepare,
@@ -40,12 +40,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "search": search.search,
     "serve": serve.serve,
     "glossary": glossary.glossary,
+    "doctor": doctor.doctor,
 }
 
 app = typer.Typer(
     help="Probabilistic context-free grammars as language models.",
     cls=WholeHelp,
-    add_completion=False,
+    add_completion=True,  # `lm_pcfg --install-completion`: bash, zsh, fish
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: it answers in a fraction of the time
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -75,6 +76,12 @@ _TIME_TO_SPEAK = 5.0
 # A process that lost contact to another waits until the launcher has seen the other's end: the launcher's summary names
 # the first that ended.
 _TIME_TO_BE_SEEN = 2.0
+
+# Where nothing more precise is known.
+_LESS_MEMORY = (
+    "try fewer symbols (model.nonterminals), smaller batches (batch.sentences, batch.cost, --batch-cost) or shorter "
+    "sentences (data.max_length, --max-length)"
+)
 
 # What Typer raises for wrong usage: a class of click, or of the copy of it that newer Typers carry.
 _WrongUsage: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -132,14 +139,11 @@ def _run() -> int:
         status = 0 if closed else getattr(error, "code", 1)
         if closed:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except MemoryError as error:
-        reason = f" ({error})" if str(error) else ""
-        status = _fail(f"not enough memory; try fewer symbols, smaller batches or a lower maximum length{reason}")
-    except RuntimeError as error:
-        if not any(sign in str(error) for sign in ("out of memory", "you tried to allocate")):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
-        reason = str(error).splitlines()[0]
-        status = _fail(f"not enough memory; try fewer symbols, smaller batches or a lower maximum length ({reason})")
+        reason = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        status = _fail(f"not enough memory; {_LESS_MEMORY}{reason}")
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # a name that no file can have, wherever it is looked for
             name = str(error.filename)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import reprlib
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pydantic import ValidationError as PydanticError
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
-from lm_pcfg.console import warn
+from lm_pcfg.console import say, warn
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import families
 from lm_pcfg.settings import ModelSection, Section, Settings, run_name, setting
@@ -106,9 +107,22 @@ def dump_yaml(settings: Settings) -> str:
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
+def find_config(path: Path) -> Path:
+    """Return the path, or for `configs/...` that is not here the file that came with the package: it says so."""
+    if path.exists() or path.is_absolute() or path.parts[:1] != ("configs",) or ".." in path.parts:
+        return path
+    package = Path(__file__).resolve().parent
+    for folder in (package, package.parent):  # of an installation, of a clone
+        if (folder / path).is_file():
+            if os.environ.get("RANK", "0") == "0":
+                say(f"{path} is not here: the one of the package is used")
+            return folder / path
+    return path
+
+
 def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
     """The settings of a YAML file with `dotted.key=value` overrides, whose values are YAML too."""
-    path = Path(path)
+    path = find_config(Path(path))
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_YAML + 1).decode("utf-8-sig")  # no more of what has no end
@@ -304,6 +318,18 @@ def _all_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
         yield prefix + key
         if child := _section_of(field):
             yield from _all_keys(child, f"{prefix}{key}.")
+
+
+def setting_keys() -> list[str]:
+    """Return the dotted keys of all settings, with the models of all families."""
+    kinds = [settings_class(family) for family in families.names()]
+    return list(dict.fromkeys(key for kind in kinds for key in _all_keys(kind) if not _is_section(kind, key)))
+
+
+def _is_section(kind: type[Section], dotted: str) -> bool:
+    first, _, rest = dotted.partition(".")
+    section = _section_of(kind.model_fields[first])
+    return section is not None and (not rest or _is_section(section, rest))
 
 
 #: What settings are called elsewhere.

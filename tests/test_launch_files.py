@@ -54,7 +54,7 @@ def test_shellcheck_finds_nothing():
         pytest.skip("shellcheck is not installed")
     scripts = [path for path in sorted((LAUNCH / "slurm").iterdir()) if path.suffix in (".sh", ".sbatch")]
     assert len(scripts) == 6
-    scripts += [LAUNCH.parent / ".ci" / "run"]
+    scripts += [LAUNCH.parent / ".ci" / "run", LAUNCH / "environment.sh"]
     scripts += [file for room in ("kernels", "docs") for file in (LAUNCH.parent / room).rglob("*.sh")]
     result = subprocess.run(["shellcheck", *scripts], cwd=LAUNCH.parent, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

@@ -1,7 +1,4 @@
-"""Every command the README and the manual show is started here, in a folder of its own, as a newcomer would.
-
-test_first_steps.py has docs/first-steps.md, test_two_hosts.py docs/clusters.md, test_trees_commands.py docs/trees.md.
-"""
+"""The README: its demo, its Python, its links and its length. test_manual.py has its commands."""
 
 from __future__ import annotations
 
@@ -23,14 +20,6 @@ def blocks_of(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-def commands() -> list[str]:
-    """Without repetition, in the order of the pages."""
-    pages = ("README.md", "docs/data.md", "docs/training.md", "docs/export.md", "docs/benchmarks.md", "docs/report.md")
-    blocks = [block for page in pages for block in blocks_of(page, "bash")]
-    lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    return list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
-
-
 def environment() -> dict[str, str]:
     ours = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     for name in ("MLFLOW_TRACKING_URI", "VENV", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"):
@@ -45,49 +34,50 @@ def start(command: list[str], folder: Path, timeout: float = 600) -> subprocess.
 
 
 @pytest.fixture(scope="module")
-def after_demo(tmp_path_factory) -> tuple[Path, str]:
+def after_demo(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A checkout in which `make demo` has run, with the environment of this test in place of a new one; its output."""
     checkout = tmp_path_factory.mktemp("checkout")
     for name in ("Makefile", "pyproject.toml", "configs", "lm_pcfg", "kernels"):
         (checkout / name).symlink_to(REPOSITORY / name)
-    demo = ["make", "demo", f"BIN={BIN}", "-o", ".venv/.installed"]  # -o: taken as up to date
-    return checkout, start(demo, checkout, timeout=900).stdout
+    demo = ["make", "demo", f"BIN={BIN}", "-o", "install"]  # -o: taken as up to date
+    return checkout, start(demo, checkout, timeout=900)
 
 
 @pytest.mark.long
 def test_the_demo_comes_within_five_percent_of_the_best_possible(after_demo):
-    _, output = after_demo
-    *before, last = output.strip().splitlines()
-    drawn = [line.split()[-1] for line in before if "─" in line]
-    assert drawn == ["the", "small", "doctor", "tastes", "the", "dogs"]
+    _, demo = after_demo
+    *before, last = demo.stdout.strip().splitlines()
+    drawn = [number for number, line in enumerate(before) if "─" in line]
+    assert [before[number].split()[-1] for number in drawn] == ["the", "small", "doctor", "tastes", "the", "dogs"]
+    sampled = next(filter(None, before[drawn[-1] + 1 :]))  # a sentence of the grammar, before the table of the score
+    assert len(sampled.split()) > 1
+    assert not sampled.startswith("ppl")
     match = re.fullmatch(r"perplexity ([0-9.]+), best possible ([0-9.]+), ratio ([0-9.]+)", last)
-    assert match, output
+    assert match, demo.stdout
     perplexity, best, ratio = map(float, match.groups())
     assert ratio == pytest.approx(perplexity / best, rel=1e-3)
     assert 1.0 <= ratio <= 1.05
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("command", commands())
-def test_every_command_of_the_readme_runs(command, after_demo):
-    folder, output = after_demo
-    words = shlex.split(command)
-    if words[0] == "make":
-        if words == ["make", "demo"]:
-            assert "perplexity" in output  # the fixture ran it
-        else:  # a test that starts all tests would never end: see that make knows how
-            assert "pytest" in start([*words, "-n"], folder).stdout
-        return
-    if {"train", "lm_pcfg/train.py"} & set(words[:4]) and "--print-config" not in words:
-        words += ["training.max_steps=2", "evaluation.batch_cost=100000"]  # the whole training is the demo's
-    if words[:2] == ["lm_pcfg", "evaluate"]:
-        words += ["--checkpoint", "runs/tiny"]  # the demo's; other commands have trained for two steps since
-    result = start(words, folder)
-    if words[:2] == ["lm_pcfg", "evaluate"]:
-        s_f1 = {line[:16].strip(): float(line[16:24]) for line in result.stdout.splitlines()[1:6]}
-        assert s_f1["these trees"] > s_f1["right-branching"] + 10
-    if words[0] == "lm_pcfg" and words[1] in ("score", "info"):
-        assert result.stdout.strip()
+def test_the_demo_says_what_it_does_and_what_can_be_typed_next(after_demo):
+    folder, demo = after_demo
+    steps = [line for line in demo.stderr.splitlines() if re.match(r"[1-4]/4 ", line)]
+    assert len(steps) == 4
+    assert "minutes" in steps[0]
+    shown = demo.stderr.splitlines()
+    activate, parse, ui = (line.strip() for line in shown[shown.index("Next:") + 1 :][:3])
+    script = f"{activate} && command -v lm_pcfg && {parse} | head -1"
+    assert Path(start(["bash", "-c", script], folder).stdout.splitlines()[0]) == BIN / "lm_pcfg"
+    assert ui == "mlflow ui --backend-store-uri sqlite:///mlruns/mlflow.db"
+    assert (folder / "mlruns/mlflow.db").exists()
+
+
+@pytest.mark.long
+def test_the_grammar_of_the_demo_parses_far_better_than_right_branching_trees(after_demo):
+    result = start(["lm_pcfg", "evaluate", "embedded:test.trees", "--checkpoint", "runs/tiny"], after_demo[0])
+    s_f1 = {line[:16].strip(): float(line[16:24]) for line in result.stdout.splitlines()[1:6]}
+    assert s_f1["these trees"] > s_f1["right-branching"] + 10
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/kernels.md"])
@@ -97,10 +87,6 @@ def test_the_python_of_a_page_runs(page):
         exec(block, names)
     assert names["log_z"].shape == (2,)
     assert len(names["spans"]) == len(names["trees"]) == 2
-
-
-def test_the_readme_shows_commands():
-    assert len(commands()) >= 20
 
 
 DOCUMENTS = [

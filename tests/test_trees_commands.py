@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
-import warnings
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
 import torch
@@ -328,30 +324,3 @@ def test_mistakes_in_the_settings_of_trees(folder):
     assert "no such file" in failed(folder, "train", "--config", config, "evaluation.trees=nothing")
     arguments = [f"evaluation.trees={folder / 'gold.mrg'}", "data.valid=null"]
     assert "give data.valid" in failed(folder, "train", "--config", config, *arguments)
-
-
-# ---- the manual's page ----------------------------------------------------------------------------------------------
-
-
-def test_the_page_on_trees(folder, monkeypatch):
-    """Its commands and its Python, on a model that knows nothing of their sentences."""
-    page = (Path(__file__).resolve().parents[1] / "docs/trees.md").read_text(encoding="utf-8")
-    (folder / "runs/tiny").symlink_to(folder / "runs/small")
-    (folder / "wsj.mrg").write_text(GOLD)
-    (folder / "other_parser.txt").write_text(GOLD)
-    (folder / "text.txt").write_text(TEXT)
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL) for line in block.splitlines()]
-    assert len(lines) > 8
-    for line in lines:
-        line = line.split(" > ")[0]
-        said, _, arguments = line.rpartition(" | ")
-        words = shlex.split(arguments)
-        assert words.pop(0) == "lm_pcfg"
-        options = [] if "--predicted" in words else ["--checkpoint", "runs/small"]
-        output = ran(folder, *words, *options, text=said.removeprefix("echo ").strip('"').encode())
-        assert output or "sample" in words  # this grammar's derivations are long
-    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    monkeypatch.chdir(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of samples that are cut
-        exec(block, {})

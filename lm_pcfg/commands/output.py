@@ -45,6 +45,13 @@ class WholeHelp(TyperGroup):
             formatter.write_dl([(name, one.get_short_help_str(1000)) for name, one in commands.items() if one])
 
 
+def complete_setting(incomplete: str) -> list[str]:
+    """Return what a shell offers after `model.n` and the Tab key."""
+    from lm_pcfg.settings_file import setting_keys
+
+    return [f"{key}=" for key in setting_keys() if key.startswith(incomplete)]
+
+
 def print_json(report: dict[str, Any]) -> None:
     """Print JSON as the standard has it: null stands for what is not finite."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}

@@ -24,7 +24,9 @@ def search(
 ) -> None:
     """Train variants of a config one after another, or several at once; compare them on the validation text."""
     from lm_pcfg.bench import search as searching
+    from lm_pcfg.settings_file import find_config
 
+    file = find_config(file)
     if table_only and only is not None:
         raise typer.BadParameter("--only chooses what to train, and --table trains nothing: choose one")
     ended = table_only or searching.run_search(file, overrides or [], only, at_once)

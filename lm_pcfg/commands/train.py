@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
-from lm_pcfg.commands.output import print_table
+from lm_pcfg.commands.output import complete_setting, print_table
 
 
 def train(
     config: Annotated[Path, typer.Option(help="YAML file, such as configs/tiny.yaml.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change: model.eos=explicit"),
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Settings to change: model.eos=explicit", autocompletion=complete_setting
+        ),
     ] = None,
     print_config: Annotated[bool, typer.Option(help="Print the resolved settings and exit.")] = False,
     dry_run: Annotated[

@@ -66,6 +66,17 @@ class BatchOptions:
         return self.sentences if self.by == "sentences" else self.cost
 
 
+def describe_lengths(lengths: Sequence[int]) -> str:
+    """Say in words how large a batch is."""
+    if not lengths:
+        return "a batch without sentences"
+    if len(lengths) == 1:
+        return f"a batch of one sentence of {lengths[0]:,} words"
+    least, most = min(lengths), max(lengths)
+    long = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    return f"a batch of {len(lengths):,} sentences of {long} words, {sum(lengths):,} in all"
+
+
 # ---- grouping sentences ---------------------------------------------------------------------------------------------
 
 

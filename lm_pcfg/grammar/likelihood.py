@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from flash_inside.devices import copy_to_host
 from flash_inside.packing import taken
 from flash_inside.softmax import product_precision
 from lm_pcfg.console import Advance, unseen
-from lm_pcfg.corpus.batches import Batch, BatchOptions, make_batch, plan_batches
+from lm_pcfg.corpus.batches import Batch, BatchOptions, describe_lengths, make_batch, plan_batches
 from lm_pcfg.corpus.sentences import Sentences
+from lm_pcfg.errors import memory_told
 from lm_pcfg.grammar.families.family import Distribution
 from lm_pcfg.settings import InsideSection
 
@@ -75,13 +77,23 @@ def sentence_log_probabilities(
         for indices in plan[rank::world_size]:
             batch = make_batch(sentences, indices)
             tell_long(batch.lengths, on_batch)
-            log_z = model.log_likelihood(
-                torch.from_numpy(batch.words), batch.lengths, precision=precision, backend=backend,
-                statistics=statistics,
-            )  # fmt: skip
+            with memory_told(
+                partial(describe_lengths, batch.lengths), partial(_smaller_batches, batch_cost, len(indices))
+            ):
+                log_z = model.log_likelihood(
+                    torch.from_numpy(batch.words), batch.lengths, precision=precision, backend=backend,
+                    statistics=statistics,
+                )  # fmt: skip
             scores[indices] = log_z.double().cpu().numpy()
             on_batch(len(indices))
     return scores
+
+
+def _smaller_batches(batch_cost: int, sentences: int) -> str:
+    """Say which settings make a batch of a text that is scored smaller."""
+    half = batch_cost // 2
+    smaller = f"evaluation.batch_cost={half} while training, --batch-cost {half} of `lm_pcfg score`, "
+    return f"{smaller if sentences > 1 else ''}a lower --max-length, or fewer symbols (model.nonterminals)"
 
 
 def tell_long(lengths: Sequence[int], on_batch: Advance) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,13 +17,13 @@ from flash_inside.devices import memory_of
 from flash_inside.softmax import product_precision
 from lm_pcfg.console import say
 from lm_pcfg.corpus import opening
-from lm_pcfg.corpus.batches import Batch
+from lm_pcfg.corpus.batches import Batch, describe_lengths
 from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.distributed import make_learner
 from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.distributed.learner import Update
 from lm_pcfg.distributed.throughput import Throughput
-from lm_pcfg.errors import UserError
+from lm_pcfg.errors import UserError, memory_told
 from lm_pcfg.grammar.brackets import with_brackets
 from lm_pcfg.grammar.computation import Computation, backward_through
 from lm_pcfg.grammar.dropout import Dropout
@@ -102,7 +103,9 @@ class Steps:
     def _check_charts(self) -> None:
         """Refuse sentences whose charts do not fit. On a CPU the system would end the process, long after the start."""
         settings, batch = self.settings, self.settings.batch
-        lengths = self.corpora.train.longest(batch.sentences if batch.by == "sentences" else 1)
+        lengths = self.corpora.train.longest(1 if batch.by == "cost" else batch.sentences)
+        if batch.by == "cost" and lengths:
+            lengths = self.corpora.train.longest(max(1, batch.cost // lengths[0] ** 2))
         needed = self.family.chart_memory(settings.model, lengths, settings.inside.precision)
         if self.engine.device.type != "cpu" or needed <= (there := memory_of()):
             return
@@ -110,7 +113,7 @@ class Steps:
         what = f"a sentence of {longest} takes"
         if len(lengths) > 1:
             what = f"a batch of the {len(lengths)} longest sentences, up to {longest}, takes"
-            way_out = " or a smaller batch.sentences"
+            way_out = f" or batch.{batch.by}={max(1, int(0.9 * getattr(batch, batch.by) * there / needed))}"
         fitting = int(0.9 * lengths[0] * math.sqrt(there / needed))  # memory grows with the square
         raise UserError(
             f"training text: {what} {needed / 2**30:,.1f} GiB of memory, and there are {there / 2**30:,.1f}; try "
@@ -154,7 +157,8 @@ class Steps:
 
         # The engine averages over ranks: the gradient is that of (sum over all ranks) / global count.
         scale = self.engine.world_size / count
-        with product_precision(self.computation.precision):
+        told = memory_told(partial(self._describe, batches), partial(self._less_memory, batches))
+        with product_precision(self.computation.precision), told:
             model = self.compute_model(batches)
             nll, recomputed = self.accumulate(model, batches, scale)
             self.finish_update()  # the last update is long done by now, and its weights are still there
@@ -170,6 +174,25 @@ class Steps:
         if self.engine.model_group is not None:
             self.throughput.communication += self.engine.model_group.take_seconds()
         return position.skipped == skipped_before
+
+    def _describe(self, batches: list[Batch]) -> str:
+        largest = describe_lengths(max(batches, key=lambda batch: batch.cost).lengths)
+        return f"step {self.position.step + 1} on {self.engine.device.type}, whose largest batch is {largest}"
+
+    def _less_memory(self, batches: list[Batch]) -> str:
+        """Say which settings make a step smaller. Smaller batches, more of them, leave the step itself as it is."""
+        settings, batch = self.settings, self.settings.batch
+        largest = max(batches, key=lambda one: one.cost)
+        ways = []
+        if largest.n_sentences > 1:
+            ways.append(
+                f"batch.{batch.by}={max(1, getattr(batch, batch.by) // 2)} batch.accumulate={2 * batch.accumulate}"
+            )
+        ways.append(f"data.max_length={max(1, int(0.7 * max(largest.lengths, default=1)))}")
+        if self.engine.device.type == "cuda" and settings.inside.precision != "bf16":
+            ways.append("inside.precision=bf16")
+        size = "states" if hasattr(settings.model, "states") else "nonterminals"
+        return f"{', '.join(ways)} or a smaller model.{size} (--dry-run tries the largest batch)"
 
     def compute_model(self, batches: list[Batch]) -> StepModel:
         dropout = self._dropout()
