@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lm_pcfg.corpus.batches import Batch, BatchError, BatchOptions, batch_hash, make_batch, plan_batches
-from lm_pcfg.corpus.lengths import Histogram
+from lm_pcfg.corpus.lengths import Histogram, Skipped
 from lm_pcfg.corpus.sentences import Sentences
-from lm_pcfg.corpus.stream import BatchStream, TextPlan, left_after
+from lm_pcfg.corpus.stream import BatchStream, TextPlan, left_after, part
 
 length_lists = st.lists(st.integers(1, 40), min_size=1, max_size=120)
 batch_options = st.builds(
@@ -104,6 +104,16 @@ def test_the_longest_lines_of_a_histogram() -> None:
     assert [histogram.longest(count) for count in (0, 1, 4, 5, 99)] == [
         [], [9], [9, 9, 9, 4], [9, 9, 9, 4, 3], [9, 9, 9, 4, 3, 1],
     ]  # fmt: skip
+
+
+def test_sentences_by_their_numbers() -> None:
+    sentences = corpus([2, 1, 3])
+    assert [sentences[k].tolist() for k in (0, 2, -1, -3)] == [[0, 1], [3, 4, 5], [3, 4, 5], [0, 1]]
+    for beyond in (3, -4):
+        with pytest.raises(IndexError, match=f"sentence {beyond} of 3"):
+            sentences[beyond]
+    assert sentences.skipped == Skipped(blank=0, too_long=0, too_short=0)
+    assert (sentences.damage.lines, sentences.unknown_id) == (0, 0)
 
 
 def test_shuffling() -> None:
@@ -272,6 +282,8 @@ def test_batches_that_are_left_are_few_intervals() -> None:
     assert left_after(10, [(2, 2)], contiguous=True) == [(2, 5), (7, 10)]
     assert left_after(10, [(2, 2), (1, 2)], contiguous=True) == [(4, 5), (7, 10)]
     assert left_after(0, [], contiguous=True) == []
+    assert part([(0, 2), (5, 9)], 2, 4) == [(5, 7)]
+    assert part([(0, 2), (5, 9)], 1, 3) == [(1, 2), (5, 6)]
 
 
 def test_length_curriculum() -> None:

@@ -376,6 +376,13 @@ class TestDamage:
         with pytest.raises(CheckpointError, match=message):
             checkpoint.verify(folder)
 
+    def test_a_state_is_written_as_ever(self) -> None:
+        """What is read is compared with what would be written: other bytes would be damage in older checkpoints."""
+        checksum = "66acd07fcea2043956174f61b379bbd5ff7f89e4d5408dc80e1707ffdecbb18b"
+        assert state_bytes({"step": 1, "checksum": "old"}) == (
+            b'{\n  "step": 1,\n  "checksum": "%s"\n}\n' % checksum.encode()
+        )
+
     def test_a_long_key_is_cut_in_the_message(self, tmp_path: Path) -> None:
         folder = save(tmp_path, 1)
         state = checkpoint.verify(folder)

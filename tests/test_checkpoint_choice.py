@@ -196,3 +196,19 @@ def test_a_run_to_resume_from_means_its_newest_whole_checkpoint(tmp_path: Path) 
     assert choose_start(settings, "").given == second
     itself = load_settings(write_config(tmp_path), [f"resume={source}", f"runs_folder={tmp_path}", "name=source"])
     assert choose_start(itself, "") == Start(source, continued=True)
+
+
+def test_a_checkpoint_to_resume_from_goes_on_in_its_run_if_it_is_the_newest(tmp_path: Path) -> None:
+    first, second = (save(tmp_path / "runs" / "small", step) for step in (1, 2))
+    other = save(tmp_path / "runs" / "other", 5)
+
+    def start(folder: Path) -> Start:
+        return choose_start(load_settings(write_config(tmp_path), [f"resume={folder}"]), "")
+
+    (tmp_path / "runs" / "small" / "config.yaml").touch()
+    assert start(second) == Start(tmp_path / "runs" / "small", second)
+    assert start(first) == Start(tmp_path / "runs" / "small-2", first)
+    assert start(other) == Start(tmp_path / "runs" / "small-2", other)
+    (first / checkpoint.MODEL).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is truncated"):
+        start(first)

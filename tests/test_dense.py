@@ -134,6 +134,16 @@ def test_gradients(root):
         )
 
 
+def test_a_batch_of_one_word_sentences():
+    inputs = [tensor.clone().requires_grad_() for tensor in (*pair_rules(2, 3), random_emissions(3, 3))]
+    results = []
+    for backend in BACKENDS:
+        log_z = dense.inside(PairRules(*inputs[:2]), inputs[2], [1, 1, 1], "fp64", backend)
+        results.append([log_z.detach(), *torch.autograd.grad(log_z.sum(), inputs)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
 def test_blocks_of_spans_change_nothing(monkeypatch):
     lengths = [7, 3, 1, 6]
     rules, emissions = pair_rules(3, 4), random_emissions(sum(lengths), 4)
@@ -227,6 +237,9 @@ def test_what_cannot_be_meant_is_refused():
     for arguments, message in (
         ((rules, emissions[:, :2], [7]), r"emissions must be \[7, 3\]"),
         ((PairRules(rules.root, rules.pairs[:, :, :3]), emissions, [7]), r"pairs \[N, N\+P, N\+P\]"),
+        ((PairRules(rules.root[:2], torch.ones(2, 2, 2)), emissions[:, :0], [7]), r"root must be \[N\] or \[N\+P\]"),
+        ((PairRules(rules.root[:0], torch.ones(0, 3, 3)), emissions, [7]), r"root must be \[N\] or \[N\+P\]"),
+        ((PairRules(rules.root[:3], rules.pairs), emissions, [7]), r"root must be \[N\] or \[N\+P\]"),
         ((rules, emissions, [7], "fp32", "triton"), "no dense inside algorithm"),
         ((rules, emissions, [7], "bf16", "reference"), "fp64 or fp32"),
     ):

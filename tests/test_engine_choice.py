@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from lm_pcfg.distributed import launcher
-from lm_pcfg.distributed.collectives import Collectives, lost_contact_reported, seconds_between, timestamp
+from lm_pcfg.distributed.collectives import (
+    Collectives,
+    lost_contact_reported,
+    prepare_cpu,
+    seconds_between,
+    timestamp,
+)
 from lm_pcfg.distributed.engine import Engine, _check_alike, _comparable
 from lm_pcfg.distributed.throughput import Throughput
 from lm_pcfg.distributed.zero import configure
@@ -207,3 +215,29 @@ def test_seconds_on_a_device(monkeypatch):
     began, ended = (timestamp(torch.device("cuda")) for _ in range(2))
     assert seconds_between(began, ended) == 0.25
     assert seconds_between(1.5, 2.0) == 0.5
+
+
+@pytest.mark.parametrize(("fails", "rank", "told"), [
+    ([True, False], 0, "mine"), ([True, True], 0, "mine"), ([True, True], 1, "another process"),
+    ([False, True], 0, "another process"), ([False, True], 1, "mine"),
+])  # fmt: skip
+def test_of_the_processes_that_fail_the_first_says_why(monkeypatch, fails, rank, told):
+    def action():
+        if fails[rank]:
+            raise UserError("mine")
+
+    collectives = Collectives(rank, 2, torch.device("cpu"))
+    monkeypatch.setattr(collectives, "all_gather", lambda value: fails)
+    with pytest.raises(UserError if told == "mine" else FailedElsewhere, match=told):
+        collectives.on_all(action)
+
+
+@pytest.mark.parametrize(("threads", "processes", "expected"), [(3, "2", 3), (None, "2", 4), (None, "99", 1)])
+def test_cores_are_shared_out_and_tiny_numbers_become_zero(monkeypatch, threads, processes, expected):
+    calls = []
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    prepare_cpu(threads)
+    assert calls == [expected]
+    assert torch.tensor([1e-39]).mul(1.0).item() == 0.0  # the fixture in conftest.py sets it back

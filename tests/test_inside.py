@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flash_inside
-from flash_inside import Rules, interface, recomputation, reference, trees
+from flash_inside import Rules, interface, recomputation, reference, scaled, trees
 from flash_inside.packing import Layout, SplitRows
 from flash_inside.precision import most_words_of_short
 from grammars import enumerate_trees, raising, random_emissions, random_rules
@@ -158,6 +158,21 @@ def test_the_reference_does_not_depend_on_the_size_of_a_block(largest_block, mon
 
     whole = log_z_and_gradients()
     monkeypatch.setattr(reference._LogMatmul, "LARGEST_BLOCK", largest_block)
+    for one, other in zip(whole, log_z_and_gradients(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("largest_block", [1, 50])
+def test_the_torch_backend_does_not_depend_on_the_size_of_a_block(largest_block, monkeypatch):
+    def log_z_and_gradients():
+        rules, words = random_rules(3, 4), random_emissions(9, 4)
+        inputs = [tensor.requires_grad_() for tensor in (*rules, words)]
+        log_z = flash_inside.inside(Rules(*inputs[:3]), inputs[3], [4, 5], "fp64", "torch")
+        return log_z.detach(), *torch.autograd.grad(log_z.sum(), inputs)
+
+    whole = log_z_and_gradients()
+    monkeypatch.setattr(scaled, "LARGEST_BLOCK", largest_block)
+    monkeypatch.setattr(scaled, "MOST_SPLITS_KEPT", largest_block)
     for one, other in zip(whole, log_z_and_gradients(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 

@@ -7,6 +7,7 @@ import torch
 
 import flash_inside
 from flash_inside import ResidentRules, Rules, recomputation
+from flash_inside.precision import product_precision
 from grammars import random_emissions, random_rules, rules_that_lose_a_row
 
 
@@ -265,3 +266,18 @@ def test_memory_for_gradients_has_the_shape_of_the_rules():
 def test_one_word_sentences_are_recomputed_apart_from_the_others():
     assert recomputation.one_word_and_others([0, 1, 2, 4], [1, 2, 1, 9, 3]) == [[0, 2], [1, 4]]
     assert recomputation.one_word_and_others([1, 3], [1, 2, 1, 9]) == [[1, 3]]
+
+
+def test_a_gradient_of_one_side_is_one_to_add_to():
+    root, *sides = random_rules(3, 4)
+    rules = ResidentRules(root, *(side.requires_grad_() for side in sides), (torch.empty(3, 7), torch.empty(3, 7)))
+    assert not rules.have_gradients
+    for side in (rules.left, rules.right):
+        side.grad = torch.zeros_like(side)
+        assert rules.have_gradients
+        side.grad = None
+
+
+def test_products_of_an_unknown_precision_are_refused():
+    with pytest.raises(ValueError, match="unknown precision 'fp16'"):
+        product_precision("fp16")

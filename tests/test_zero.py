@@ -72,6 +72,20 @@ def test_one_process_on_a_gpu_has_its_learning_rate_there(monkeypatch):
     assert all(group["capturable"] for group in optimizer.param_groups)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_that_have_no_shape_between_steps_take_no_hook(monkeypatch, stage):
+    clocks = []
+    monkeypatch.setattr(learner, "ReductionClock", lambda parameters, engine: clocks.append(list(parameters)))
+    monkeypatch.setattr(learner, "make_optimizer", lambda model, settings: None)
+    engine = SimpleNamespace(
+        accelerator=SimpleNamespace(prepare=lambda *both: both), world_size=2, is_deepspeed=stage > 0,
+        zero_stage=stage, device=torch.device("cpu"),
+    )  # fmt: skip
+    model = nn.Linear(2, 1)
+    assert not Learner(model, OptimizerSection(), engine).asynchronous
+    assert [len(given) for given in clocks] == [0 if stage == 3 else 2]
+
+
 def test_what_deepspeed_made_waits_no_longer_than_the_settings_say(monkeypatch):
     calls = []
     monkeypatch.setattr(Learner, "__init__", lambda *_: calls.append("made"))
