@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import forks
+
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = str(ROOT / "lm_pcfg" / "train.py")
 
@@ -35,26 +37,18 @@ def run_ranks(world_size: int, command: list[str], timeout: float = 600.0, **env
     """Run `python command...` on every rank to its end; what each wrote. All have to succeed."""
     port = str(free_port())
     ranks = []
-    for rank in range(world_size):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(world_size)}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, *command],
-                env=environment(**place, **rendezvous, **env),
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        )
     try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in ranks]
+        for rank in range(world_size):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(world_size)}
+            ranks.append(forks.start(command, environment(**place, **rendezvous, **env)))
+        ends = [process.wait(timeout) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank} ended with {process.returncode}:\n{output[-3000:]}"
-    return outputs
+    for rank, (status, output) in enumerate(ends):
+        assert status == 0, f"rank {rank} ended with {status}:\n{output[-3000:]}"
+    return [output for _, output in ends]
 
 
 def launch_command(processes: int, *arguments: str, zero_stage: int | None = None, restarts: int = 0) -> list[str]:

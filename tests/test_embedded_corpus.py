@@ -33,8 +33,8 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fresh_sample():
-    """100,000 sentences of another seed: their derivations and the log-probabilities of their strings."""
-    derivations = list(islice(Sampler(source_pcfg(), seed=987654321), 100_000))
+    """30,000 sentences of another seed: their derivations and the log-probabilities of their strings."""
+    derivations = list(islice(Sampler(source_pcfg(), seed=987654321), 30_000))
     log_p = InsideScorer(source_pcfg()).log_probabilities([derivation.words for derivation in derivations])
     return derivations, log_p
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import flash_inside
 from flash_inside import Rules
@@ -20,6 +21,7 @@ from lm_pcfg.grammar.computation import Computation, backward_through
 from lm_pcfg.grammar.dropout import Dropout, FeatureDropout, draw_kept
 from lm_pcfg.grammar.emission import EmissionShards
 from lm_pcfg.grammar.families.sn_pcfg import SimplePCFG
+from processes import run_ranks
 
 N, P, V = 5, 37, 101
 SENTENCES = [np.random.default_rng(number).integers(0, V, size) for number, size in enumerate((4, 1, 7, 2, 5, 3, 3))]
@@ -152,7 +154,8 @@ def test_loss_and_gradients_equal_the_dense_ones_on_1_to_4_processes(tmp_path):
         model = model_of(networks)
         loss = dense_loss(model, left_out(dropout))
         expected[networks, dropout] = loss.item(), torch.autograd.grad(loss, list(model.parameters()))
-    mp.spawn(one_process, (str(tmp_path), expected), nprocs=4)
+    torch.save(expected, tmp_path / "expected")
+    run_ranks(4, [__file__, str(tmp_path)])
 
 
 def test_parts_cover_all_preterminals_in_order():
@@ -170,3 +173,7 @@ def test_shards_must_divide_the_processes():
         shard_count(4, 6)
     with pytest.raises(UserError, match=r"emission.shards 2 does not divide the 1 process of this run; use auto or 1$"):
         shard_count(2, 1)
+
+
+if __name__ == "__main__":  # on every rank: python test_emission_shards.py FOLDER
+    one_process(int(os.environ["RANK"]), sys.argv[1], torch.load(f"{sys.argv[1]}/expected"))

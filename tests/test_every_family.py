@@ -8,11 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -20,6 +16,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+import forks
 import processes
 from grammars import enumerate_trees
 from lm_pcfg.cli import app
@@ -187,14 +184,15 @@ def test_it_is_trained_killed_resumed_scored_and_sampled(name, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     config = config_of(name, tmp_path, checkpoint={"every_steps": 2})
     ran("train", "--config", config, "name=whole")
-    slow = [sys.executable, "-m", "lm_pcfg", "train", "--config", config, "name=killed", "training.max_steps=100000",
+    slow = ["-m", "lm_pcfg", "train", "--config", config, "name=killed", "training.max_steps=100000",
             "training.epochs=100000"]  # fmt: skip
-    process = subprocess.Popen(slow, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    folder, deadline = tmp_path / "runs" / "killed" / "checkpoints", time.monotonic() + 100
-    while not (folder.is_dir() and any(folder.glob("step-*"))) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    folder = tmp_path / "runs" / "killed" / "checkpoints"
+    process = forks.start(slow, processes.environment())
+    try:
+        processes.wait_until(lambda: any(folder.glob("step-*")), 100, every=0.01, what="a checkpoint")
+    finally:
+        process.kill()
+    assert process.wait(60)[0] == -signal.SIGKILL
     reached = int(checkpoint.latest(tmp_path / "runs" / "killed").name.removeprefix("step-"))
     steps = max(6, reached + 2)
     for run in ("killed", "whole"):

@@ -66,12 +66,17 @@ def test_gradients_of_recomputed_sentences_equal_the_reference():
     assert checked > 0
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-def test_two_hundred_words(precision):
+@pytest.fixture(scope="module")
+def two_hundred_words():
     rules = random_rules(4, 8, seed=2)
     emissions = random_emissions(200 + 3, 8, seed=2) - 20  # log Z about -4,500
+    return rules, emissions, flash_inside.inside(rules, emissions, [200, 3], "fp64", "reference")
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_two_hundred_words(two_hundred_words, precision):
+    rules, emissions, truth = two_hundred_words
     ours, gradients = run(rules, emissions, [200, 3], precision, "torch")
-    truth = flash_inside.inside(rules, emissions, [200, 3], "fp64", "reference")
     torch.testing.assert_close(ours, truth, rtol=1e-3 if precision == "bf16" else 1e-6, atol=0)
     assert all(gradient.isfinite().all() for gradient in gradients)
     posterior_sums = [

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import flash_inside
+import interpreter
 from flash_inside import ResidentRules, Rules
 from flash_inside.packing import Layout
 from grammars import random_emissions, random_rules, rules_that_lose_a_row, rules_with_a_faint_split
@@ -29,17 +30,7 @@ runs_kernels = pytest.mark.gpu if GPU else pytest.mark.skipif(not INTERPRETED, r
 
 
 if INTERPRETED:
-    # A kernel that calls another jit function makes the interpreter look through the whole language again at every
-    # call, though it is already set up for the kernel: a third of the time of these tests.
-    from triton.runtime.interpreter import InterpretedFunction
-
-    with_set_up = InterpretedFunction.__call__
-
-    def call(self, *arguments, **options):
-        ours = self.fn.__module__.startswith("flash_inside")
-        return self.rewrite()(*arguments, **options) if ours else with_set_up(self, *arguments, **options)
-
-    InterpretedFunction.__call__ = call
+    interpreter.speed_up()
 
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
