@@ -85,7 +85,7 @@ class TestDelivery:
         tracker = recorder.tracker(run_name="my run")
         for step in range(1500):
             tracker.log(step, {"train/loss": 1 / (step + 1), "grad norm (pre-clip)": step})
-        tracker.finish("FINISHED")
+        tracker.finish("FINISHED", timeout=120.0)  # to make a store takes long on a busy machine
         assert recorder.warnings == []
         (run_id,) = recorder.run_ids
 
