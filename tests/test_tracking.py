@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lm_pcfg.cli import app
-from lm_pcfg.training import mlflow_run, tracked_scores, tracking
+from lm_pcfg.training import loop, mlflow_run, tracked_scores, tracking
 from lm_pcfg.training.mlflow_run import MlflowRun, environment_artifacts, git_commit, one_line, valid_name
 from lm_pcfg.training.tracking import NoTracker, Tracker
 from texts import write_config
@@ -85,7 +85,7 @@ class TestDelivery:
         tracker = recorder.tracker(run_name="my run")
         for step in range(1500):
             tracker.log(step, {"train/loss": 1 / (step + 1), "grad norm (pre-clip)": step})
-        tracker.finish("FINISHED")
+        tracker.finish("FINISHED", timeout=120.0)  # to make a store takes long on a busy machine
         assert recorder.warnings == []
         (run_id,) = recorder.run_ids
 
@@ -401,6 +401,7 @@ class TestScores:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
             patch.setenv("MLFLOW_TRACKING_URI", shared_store)
+            patch.setattr(loop, "SECONDS_FOR_TRACKING", 120.0)  # a busy machine may have to make the store first
             config = write_config(folder, tracking={"mlflow": True})
             result = CliRunner().invoke(app, ["train", "--config", str(config), "data.vocabulary.size=12"])
             assert result.exit_code == 0, result.output

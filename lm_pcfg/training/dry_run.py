@@ -25,7 +25,7 @@ from lm_pcfg.training.steps import Steps
 
 LOOKED_AT = 200  # steps of an epoch whose costs stand for all
 QUANTILES = (0.5, 0.05, 0.95, 0.25, 0.75)  # of these costs: the steps that are timed
-MOST_ROUNDS, ENOUGH_SECONDS = 4, 2.0  # how often they are, until so much time has been measured
+MOST_ROUNDS, ENOUGH_SECONDS = 2, 2.0  # how often they are, until so much time has been measured
 MOST_SECONDS = 60.0  # then no further step is timed
 EVALUATED_SECONDS = 10.0  # about so long an evaluation of a part of the validation text takes
 FEWEST_EVALUATED, MOST_EVALUATED = 16, 400  # its sentences
