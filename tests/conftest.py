@@ -36,6 +36,7 @@ BEGIN_WITH = [
     "search",
     "cli",
     "training",
+    "zero",
 ]
 
 

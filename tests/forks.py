@@ -6,6 +6,7 @@ a programme of its own shows (its start, what it imports) is tested with launche
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import json
@@ -16,7 +17,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,13 +108,34 @@ def serve() -> tuple[list[str], dict[str, str]]:
     os._exit(0)
 
 
-if __name__ == "__main__":
-    command, variables = serve()
+def run(command: list[str], environment: dict[str, str]) -> int:
+    """Run it as `python` would; return its exit status."""
     os.environ.clear()
-    os.environ |= variables
-    if command[0] == "-m":
-        sys.argv, sys.path[0] = command[1:], os.getcwd()
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
-        runpy.run_path(command[0], run_name="__main__")
+    os.environ |= environment
+    try:
+        if command[0] == "-m":
+            sys.argv, sys.path[0] = command[1:], os.getcwd()
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = run(*serve())
+    # An orderly end, but for taking apart what was imported: that takes a second, and what is frozen would be told as
+    # leaked.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
