@@ -27,6 +27,7 @@ settings.load_profile("same")
 #: Files that take longest. Each file runs in one process, so that no process is left with one of these at the end.
 BEGIN_WITH = [
     "readme",
+    "manual",
     "engines",
     "slurm",
     "faults",
