@@ -325,6 +325,7 @@ def test_results_reach_standard_output_beside_a_progress_bar(trained):
     assert all(math.isfinite(float(value)) for value in values)
 
 
+@pytest.mark.long
 def test_closed_pipes_full_disks_and_closed_input(trained):
     python = f"{sys.executable} -m lm_pcfg"
 

@@ -154,6 +154,7 @@ def test_explicit_ends_are_added_to_prepared_ids(tmp_path):
 # ---- kills and damage -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_killed_prepare_goes_on_where_it_was(tmp_path):
     lines = random_lines(60_000, seed=1)
     write_shard(tmp_path / "a.txt.gz", lines[:40_000])

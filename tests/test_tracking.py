@@ -476,6 +476,7 @@ class TestScores:
         assert "--no-track" in line
 
 
+@pytest.mark.long
 class TestTwoProcesses:
     def test_share_a_new_store_and_say_nothing(self, tmp_path: Path) -> None:
         # With everything hidden that mlflow-skinny does not bring.
