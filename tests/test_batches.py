@@ -106,6 +106,13 @@ def test_the_longest_lines_of_a_histogram() -> None:
     ]  # fmt: skip
 
 
+def test_sums_of_histograms() -> None:
+    one, other = Histogram.of(np.array([3, 1, 3])), Histogram.of(np.array([2, 3]))
+    assert Histogram.sum([]) == Histogram.of(np.array([], dtype=np.int64))
+    assert Histogram.sum([one]) == one
+    assert Histogram.sum([one, other]).to_json() == [[1, 1], [2, 1], [3, 3]]
+
+
 def test_sentences_by_their_numbers() -> None:
     sentences = corpus([2, 1, 3])
     assert [sentences[k].tolist() for k in (0, 2, -1, -3)] == [[0, 1], [3, 4, 5], [3, 4, 5], [0, 1]]

@@ -16,6 +16,7 @@ import flash_inside
 from command_line import lm_pcfg
 from flash_inside import Rules, Statistics, dense, devices
 from flash_inside.dense import PairRules, differentiable, plan, reference, scaled
+from flash_inside.packing import SplitRows
 from flash_inside.precision import largest_gradient
 from grammars import bracketings, crosses, raising, random_emissions, random_rules
 from lm_pcfg.errors import UserError
@@ -158,8 +159,11 @@ def test_blocks_of_spans_change_nothing(monkeypatch):
     monkeypatch.setattr(plan, "MOST_SPLITS_KEPT", 10)
     monkeypatch.setattr(plan, "MOST_BYTES", 0)  # no plan is kept
     plan.clear()
+    steps, blocks = {}, SplitRows.blocks
+    monkeypatch.setattr(SplitRows, "blocks", lambda *given: steps.update([given[1:]]) or blocks(*given))
     for one, other in zip(whole, results(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert steps == {2: 2, 3: 2, 4: 2, 5: 2, 6: 1, 7: 1}  # 32 // (4 x the larger of 4 and the number of splits)
 
 
 @pytest.mark.parametrize("spread", [10.0, 30.0, 300.0])

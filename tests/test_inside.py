@@ -173,8 +173,11 @@ def test_the_torch_backend_does_not_depend_on_the_size_of_a_block(largest_block,
     whole = log_z_and_gradients()
     monkeypatch.setattr(scaled, "LARGEST_BLOCK", largest_block)
     monkeypatch.setattr(scaled, "MOST_SPLITS_KEPT", largest_block)
+    steps, blocks = {}, SplitRows.blocks
+    monkeypatch.setattr(SplitRows, "blocks", lambda *given: steps.update([given[1:]]) or blocks(*given))
     for one, other in zip(whole, log_z_and_gradients(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert steps == {width: max(1, largest_block // (3 * splits)) for width, splits in ((2, 1), (3, 2), (4, 3), (5, 4))}
 
 
 def test_bf16_begins_above_256_nonterminals_for_rules_and_chart_alike():
