@@ -246,7 +246,7 @@ def test_mistakes(runs, tmp_path):
         assert result.returncode == status
         assert reason in " ".join(result.stderr.decode().split())
     content = page_of(runs, wanted=Wanted(trees=1, sentence="the " * 61))
-    assert "61 words are too many" in read(content).words
+    assert "Not shown: 61 words; a sentence of 60 at most has a heat map" in read(content).words
 
 
 # ---- what pages are made of -----------------------------------------------------------------------------------------

@@ -29,12 +29,15 @@ def serve(
     device: DeviceOption = "auto",
 ) -> None:
     """Answer /score, /parse, /surprisal, /sample and /next, and show a page to type sentences into."""
+    import os
+    import signal
     import socket
 
     import uvicorn
 
     from lm_pcfg import load
     from lm_pcfg.serving.app import LOOPBACK, make_app
+    from lm_pcfg.serving.server import Connection, Server
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -46,6 +49,8 @@ def serve(
         model.precision = precision
         if host not in LOOPBACK:
             warn(f"{host} is reached from other machines: there is no password, so shield it by a firewall or a proxy")
+            if not allow_host:
+                warn("only this machine's own names are answered: --allow-host NAME adds the one that others use")
         app = make_app(
             model, hosts=(*LOOPBACK, host, *(allow_host or ())), most_words=max_length, most_waiting=queue
         )  # fmt: skip
@@ -53,8 +58,12 @@ def serve(
         say(f"{', '.join(str(one.checkpoint) for one in model.grammars)}: http://{shown}:{listening.getsockname()[1]}")
         say("a page to type into at /, the API at /docs; Ctrl-C ends it")
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=5, server_header=False, lifespan="on"
+            app, http=Connection, ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=5,
+            server_header=False, lifespan="off",
         )  # fmt: skip
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # an orderly end, as by Ctrl-C
         with suppress(KeyboardInterrupt):  # uvicorn raises it again when it has stopped
-            uvicorn.Server(config).run(sockets=[listening])
+            Server(config).run(sockets=[listening])
     say("stopped")
+    if app.worker.runs:  # Python would end under PyTorch's feet
+        os._exit(0)

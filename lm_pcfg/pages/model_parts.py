@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from lm_pcfg.corpus.shards.files import is_json, is_parquet
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
+from lm_pcfg.corpus.unknown import literals
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference.drawing.symbol_tables import STYLE as SYMBOLS_STYLE
 from lm_pcfg.inference.drawing.symbol_tables import symbols_html
@@ -100,14 +101,33 @@ def model_parts(model: Model, shown: Text, wanted: Wanted, prefix: str = "") -> 
         try:
             yield title, make()
         except UserError as error:
-            yield title, missing(f"Not shown: {error}.")
+            yield title, not_shown(model, error)
+
+
+def public_name(checkpoint: Path) -> str:
+    """The name of the run and of its checkpoint, or of the exported folder; never the path to it."""
+    if checkpoint.parent.name == "checkpoints":
+        return f"{checkpoint.absolute().parents[1].name}, {checkpoint.name}"
+    return checkpoint.name
+
+
+def without_paths(model: Model, message: str) -> str:
+    """A message for others, who need not know where the model lies."""
+    for one in model.grammars:
+        message = message.replace(str(one.checkpoint), public_name(one.checkpoint))
+    return message
+
+
+def not_shown(model: Model, error: UserError) -> str:
+    """Say why something is missing on a page."""
+    return missing(f"Not shown: {without_paths(model, str(error))}.")
 
 
 def unknown_note(model: Model, lines: Sequence[str]) -> str:
     """How many words of the lines the vocabulary does not have."""
     vocabulary = model.vocabulary
     ids = [word for line in vocabulary.tokenise(list(lines)) for word in line]
-    unknown = ids.count(vocabulary.unknown_id)
+    unknown = ids.count(vocabulary.unknown_id) - sum(literals(line, vocabulary) for line in lines)
     if not unknown:
         return ""
     every = counted(len(ids), unit_of(vocabulary))
@@ -127,10 +147,6 @@ def samples_part(model: Model, number: int) -> str:
 def sentence_part(model: Model, sentence: str) -> str:
     """Draw the most probable tree with its symbols, and the posteriors, with the tree that they elect."""
     words = sentence.split()
-    if len(words) > heat_maps.MOST_WORDS:
-        raise UserError(
-            f"{counted(len(words), 'words')} are too many: give a sentence of {heat_maps.MOST_WORDS} at most"
-        )
     elected = model.parse([sentence])[0]
     if not elected.words:
         raise UserError(f"the grammar gives probability 0 to: {sentence}")
@@ -139,9 +155,14 @@ def sentence_part(model: Model, sentence: str) -> str:
             picture(model.parse([sentence], "viterbi")[0])
         )
     except UserError as error:
-        drawn = missing(f"Not shown: {error}.")
+        drawn = not_shown(model, error)
     parts = [part("The most probable tree", drawn, level=4)]
-    if len(words) > 1:
+    if len(words) > heat_maps.MOST_WORDS:
+        most = f"a sentence of {heat_maps.MOST_WORDS} at most has a heat map"
+        parts.append(
+            part("Posteriors of spans", missing(f"Not shown: {counted(len(words), 'words')}; {most}."), level=4)
+        )
+    elif len(words) > 1:
         spans = {(first, end) for first, end, _ in elected.nodes}
         about = (
             "Each cell is a span of words, longer ones higher up; its figure is the probability, in percent, that the "

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lm_pcfg.corpus.treebank import Tree, bracketed
+from lm_pcfg.corpus.unknown import literals
 from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.inference.lines import unit_of
 from lm_pcfg.inference.model import Model
 from lm_pcfg.inference.sample import Drawn
+from lm_pcfg.pages import model_parts
 
 MOST_LINES = 64  # of a request
 MOST_CHARACTERS = 10_000  # of a line
@@ -29,7 +31,16 @@ Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 
 
 class Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, asked: Any) -> Any:
+        """Refuse unknown entries by one message, not by one each: there may be a hundred thousand."""
+        if isinstance(asked, dict) and (unknown := [key for key in asked if key not in cls.model_fields]):
+            shown = ", ".join(key[:40] for key in unknown[:3]).encode("utf-8", "replace").decode()
+            raise ValueError(f"unknown: {shown}; known: {', '.join(cls.model_fields)}")
+        return asked
 
 
 class LinesRequest(Request):
@@ -66,7 +77,11 @@ class Answers:
         """Natural log-probabilities of lines."""
         self.check(request.lines)
         scores = self.model.score(request.lines)
-        return {"log_probabilities": [finite(value) for value in scores.tolist()], "unknown": self._unknown(request)}
+        return {
+            "log_probabilities": [finite(value) for value in scores.tolist()],
+            "are_lower_bounds": is_bound(self.model),
+            "unknown": self._unknown(request),
+        }
 
     def parse(self, request: ParseRequest) -> dict[str, Any]:
         """Trees of lines; one without words where the grammar has none."""
@@ -109,7 +124,8 @@ class Answers:
         model = self.model
         return {
             "models": [
-                {"checkpoint": _name(one.checkpoint), "family": one.settings.model.family} for one in model.grammars
+                {"checkpoint": model_parts.public_name(one.checkpoint), "family": one.settings.model.family}
+                for one in model.grammars
             ],
             "vocabulary": len(model.vocabulary),
             "unit": unit_of(model.vocabulary),
@@ -117,14 +133,22 @@ class Answers:
         }
 
     def check(self, lines: list[str]) -> None:
-        for number, ids in enumerate(self.model.vocabulary.tokenise(lines), start=1):
-            if len(ids) > self.most_words:
-                unit = unit_of(self.model.vocabulary)
-                raise UserError(f"line {number} has {len(ids):,} {unit}: at most {self.most_words} are taken")
+        for vocabulary in {id(one.vocabulary): one.vocabulary for one in self.model.grammars}.values():
+            for number, ids in enumerate(vocabulary.tokenise(lines), start=1):
+                if len(ids) > self.most_words:
+                    raise UserError(
+                        f"line {number} has {len(ids):,} {unit_of(vocabulary)}: at most {self.most_words} are taken"
+                    )
 
     def _unknown(self, request: LinesRequest) -> list[int]:
         vocabulary = self.model.vocabulary
-        return [ids.count(vocabulary.unknown_id) for ids in vocabulary.tokenise(request.lines)]
+        tokenised = zip(request.lines, vocabulary.tokenise(request.lines), strict=True)
+        return [ids.count(vocabulary.unknown_id) - literals(line, vocabulary) for line, ids in tokenised]
+
+
+def is_bound(model: Model) -> bool:
+    """Tell whether scores are estimates of a lower bound, as those of compound models are."""
+    return any(isinstance(one.grammar, Compound) for one in model.grammars)
 
 
 def alternatives(model: Model, line: str) -> list[tuple[float, Tree]]:
@@ -137,13 +161,6 @@ def alternatives(model: Model, line: str) -> list[tuple[float, Tree]]:
         (count / len(drawn), Tree(words, ("",) * len(words), tuple((*span, "") for span in shape)))
         for shape, count in shapes.most_common(MOST_ALTERNATIVES)
     ]
-
-
-def _name(checkpoint: Path) -> str:
-    """The name of the run and of its checkpoint, or of the exported folder; never the path to it."""
-    if checkpoint.parent.name == "checkpoints":
-        return f"{checkpoint.absolute().parents[1].name}, {checkpoint.name}"
-    return checkpoint.name
 
 
 def _tree(tree: Tree) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.inference.drawing.trees import picture
 from lm_pcfg.inference.model import Model
 from lm_pcfg.pages import model_parts, shell
-from lm_pcfg.serving.answers import AnalyseRequest, Answers, alternatives, finite
+from lm_pcfg.serving.answers import AnalyseRequest, Answers, alternatives, finite, is_bound
 
 STYLE = """
 form { display: flex; gap: .5rem; flex-wrap: wrap; margin: 1rem 0; }
@@ -42,8 +42,8 @@ def analysis(answers: Answers, asked: AnalyseRequest) -> dict[str, Any]:
     if not line:
         raise UserError("there are no words to look at: type a sentence")
     (log_p,) = model.score([line]).tolist()
-    words = len(line.split())
-    summary = f"The natural logarithm of its probability is {log_p:.3f}, {log_p / words:.3f} a word. "
+    about = "is at least about" if is_bound(model) else "is"
+    summary = f"The natural logarithm of its probability {about} {log_p:.3f}. "
     if not math.isfinite(log_p):
         summary = "The grammar cannot generate this sentence. "
     makers: dict[str, Callable[[], str]] = {
@@ -56,7 +56,7 @@ def analysis(answers: Answers, asked: AnalyseRequest) -> dict[str, Any]:
         try:
             body = make()
         except UserError as error:
-            body = shell.missing(f"Not shown: {error}.")
+            body = model_parts.not_shown(model, error)
         parts.append(shell.part(title, body, level=2))
     return {"html": "".join(parts), "log_probability": finite(log_p)}
 
