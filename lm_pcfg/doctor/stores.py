@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import sqlite3
@@ -50,9 +51,9 @@ def tracking() -> Finding:
     """Ask the MLflow that a training would log to. A training goes on without it, so it is never broken."""
     if installed_version("mlflow") is None:
         return Finding("warning", "mlflow is not installed", "pip install mlflow, or train with tracking.mlflow=false")
-    uri = os.environ.get("MLFLOW_TRACKING_URI")
-    if uri is None or uri.startswith("sqlite:///"):
-        return _sqlite(Path("mlruns/mlflow.db") if uri is None else Path(uri.removeprefix("sqlite:///")))
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlruns/mlflow.db"
+    if uri.startswith("sqlite:///"):
+        return _sqlite(Path(uri.removeprefix("sqlite:///").partition("?")[0]))
     if not uri.startswith(("http://", "https://")):
         return Finding("ok", f"MLFLOW_TRACKING_URI is {uri}; it was not tried")
     mend = "start the server, correct MLFLOW_TRACKING_URI, or unset it to log into mlruns/; a training goes on without"
@@ -63,6 +64,8 @@ def tracking() -> Finding:
     except (OSError, ValueError) as error:  # also those of urllib
         reason = getattr(error, "reason", error)
         return Finding("warning", f"{uri} does not answer: {reason}", mend)
+    except http.client.HTTPException as error:  # another kind of server, or an address that is none
+        return Finding("warning", f"{uri} cannot be asked over HTTP: {type(error).__name__}", mend)
     if text != "OK":
         return Finding("warning", f"{uri} answers, but not as MLflow does", mend)
     return Finding("ok", f"the server at {uri} answers")
