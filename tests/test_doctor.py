@@ -225,6 +225,9 @@ def test_a_server_of_mlflow_is_asked_for_its_health(monkeypatch):
         address = f"127.0.0.1:{server.server_port}"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:geheim@{address}")
         assert finding_of(stores.tracking) == Finding("ok", f"the server at http://{address} answers")
+        monkeypatch.setattr("socket.gethostname", lambda: "127.0.0.1")  # asked under its name, which nobody reads
+        assert finding_of(stores.tracking).found == f"the server at http://HOST:{server.server_port} answers"
+        monkeypatch.undo()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{address}/elsewhere")
         assert "not as MLflow does" in stores.tracking().found
         server.shutdown()

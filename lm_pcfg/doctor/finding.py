@@ -45,17 +45,21 @@ def public(text: str) -> str:
 
     That is users, passwords and queries of addresses; the home folder, the name of its user and that of this machine.
     """
-    text = " ".join(text.split())
-    text = re.sub(r"(\w+://)[^/\s]*@", r"\1", text)
-    text = re.sub(r"(\w+://[^\s?#]*)[?#]\S*", r"\1", text)
+    text = without_secrets(" ".join(text.split()))
     for name, shown in _private().items():
         text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown, text)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
+def without_secrets(text: str) -> str:
+    """Leave out users, passwords and queries of addresses, which stay addresses."""
+    text = re.sub(r"(\w+://)[^/\s]*@", r"\1", text)
+    return re.sub(r"(\w+://[^\s?#]*)[?#]\S*", r"\1", text)
+
+
 def _private() -> dict[str, str]:
     """Return what is not shown, and what is shown instead; names that are those of every machine may be seen."""
-    names = {}
+    names: dict[str, str] = {}
     with suppress(RuntimeError):  # no home folder
         home = str(Path.home())
         names |= {home: "~"} if home != "/" else {}

@@ -13,7 +13,7 @@ from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
-from lm_pcfg.doctor.finding import Finding, public
+from lm_pcfg.doctor.finding import Finding, without_secrets
 
 _SECONDS = 5.0
 _LITTLE, _TOO_LITTLE = 5 << 30, 100 << 20  # bytes
@@ -59,7 +59,7 @@ def tracking() -> Finding:
     mend = "start the server, correct MLFLOW_TRACKING_URI, or unset it to log into mlruns/; a training goes on without"
     try:
         # The address may have a password, with which urllib cannot do anything; the health check asks for none.
-        with urllib.request.urlopen(f"{public(uri).rstrip('/')}/health", timeout=_SECONDS) as answer:
+        with urllib.request.urlopen(f"{without_secrets(uri).rstrip('/')}/health", timeout=_SECONDS) as answer:
             text = answer.read(64).decode(errors="replace").strip()
     except (OSError, ValueError) as error:  # also those of urllib
         reason = getattr(error, "reason", error)

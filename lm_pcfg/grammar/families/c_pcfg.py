@@ -16,6 +16,7 @@ and what is done with z elsewhere. State dropout and trees are as in n_pcfg.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class CPCFG(CompoundFamily):
     def rules_of_a_sentence(self, model: CPCFGSection) -> float:
         return model.nonterminals * ((model.nonterminals + model.preterminals) * (1 - model.state_dropout)) ** 2
 
-    def chart_type(self, model: CPCFGSection, precision: str) -> torch.dtype:
+    def chart_type(self, model: Any, precision: str) -> torch.dtype:
         return FORMATS[precision].compute  # dense charts are never bf16
 
     def fewest_weights(self, model: CPCFGSection, words: int) -> int:
