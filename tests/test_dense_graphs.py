@@ -6,6 +6,7 @@ import gc
 import math
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,16 @@ def device(request, monkeypatch):
     yield torch.device("cuda:0" if request.param == "cuda" else "cpu")
     graphs.clear()
     plan.clear()
+
+
+def test_graphs_are_of_the_current_device_alone(monkeypatch):
+    """A capture takes the streams of the current device."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    allowed = [
+        devices.graphs_allowed(SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))) for index in (0, 1)
+    ]
+    assert allowed == [True, False]
 
 
 def some_inputs(lengths, device, *, seed, n=3, p=4, kind="plain", dtype=torch.float32):

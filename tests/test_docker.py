@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -121,9 +122,34 @@ def test_a_service_is_built_here_and_its_command_exists(name):
     for word in command:
         if word.startswith("configs/"):
             assert (REPOSITORY / word).is_file()
-    if command[0] not in cli.COMMANDS:
-        assert command[0] == "serve"
-        pytest.skip("lm_pcfg serve does not exist yet")
+    check_usage(command)
+
+
+def check_usage(command: list[str]) -> None:
+    """Parse a command as the programme does, and do nothing with it."""
+    name, *arguments = command
+    one = typer.main.get_command(cli.app).commands[name]
+    one.make_context(name, arguments)
+
+
+def test_options_that_do_not_exist_are_told():
+    for wrong in (["serve", "--porto", "1"], ["serve", "--port", "x"], ["serve", "runs/tiny"]):
+        with pytest.raises(cli._WrongUsage):
+            check_usage(wrong)
+    with pytest.raises(KeyError):
+        check_usage(["server"])
+
+
+def test_what_writes_to_a_folder_of_the_host_does_so_as_its_user():
+    for name, service in COMPOSE["services"].items():
+        writes = any(one[0] in "$./" and not one.endswith(":ro") for one in service.get("volumes", ()))
+        assert (service.get("user") == "${UID:-1000}:${GID:-1000}") == writes, name
+
+
+def test_the_index_of_pytorch_brings_torch_alone():
+    (line,) = (line for line in re.findall(r"pip install [^&\n]+", DOCKERFILE) if "--index-url" in line)
+    assert "--no-deps" in line
+    assert line.split()[-1] == "torch"
 
 
 def test_servers_have_a_health_check_and_their_data_lies_in_volumes():

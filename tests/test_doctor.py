@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import socket
 import sqlite3
 import sys
 import threading
@@ -49,6 +50,19 @@ def test_nobody_reads_passwords_in_a_report():
     said = public("http://me:geheim@host:5000/x?token=abc#y does not answer; postgresql://u:p@db/mlflow\nnext")
     assert said == "http://host:5000/x does not answer; postgresql://db/mlflow next"
     assert len(public("x" * 5000)) == 400
+
+
+def test_nobody_reads_names_of_users_or_machines_in_a_report(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/erika")
+    for name in ("LOGNAME", "USER"):
+        monkeypatch.setenv(name, "erika")
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu7.example.org")
+    said = public("/home/erika/runs of erika@gpu7 and gpu7.example.org:29500; erikas-gpu7 and /home/erikas stay")
+    assert said == "~/runs of USER@HOST and HOST:29500; erikas-gpu7 and /home/erikas stay"
+    monkeypatch.setenv("LOGNAME", "root")
+    monkeypatch.setenv("HOME", "/")
+    monkeypatch.setattr("socket.gethostname", lambda: "localhost")
+    assert public("/usr of root on localhost") == "/usr of root on localhost"
 
 
 def test_a_check_runs_in_a_process_of_its_own():
@@ -188,6 +202,10 @@ def test_a_store_of_mlflow_is_opened_but_never_made(tmp_path, monkeypatch):
     with sqlite3.connect("mlruns/mlflow.db") as connection:
         connection.execute("CREATE TABLE runs (id)")
     assert "mlflow ui --backend-store-uri sqlite:///mlruns/mlflow.db" in stores.tracking().found
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # as if it were not set
+    assert "sqlite:///mlruns/mlflow.db with 0 runs" in stores.tracking().found
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlruns/mlflow.db?timeout=5")
+    assert "sqlite:///mlruns/mlflow.db with 0 runs" in stores.tracking().found
     (tmp_path / "other.db").write_bytes(b"no database at all" * 100)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other.db")
     assert stores.tracking().state == "warning"
@@ -207,6 +225,9 @@ def test_a_server_of_mlflow_is_asked_for_its_health(monkeypatch):
         address = f"127.0.0.1:{server.server_port}"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:geheim@{address}")
         assert finding_of(stores.tracking) == Finding("ok", f"the server at http://{address} answers")
+        monkeypatch.setattr("socket.gethostname", lambda: "127.0.0.1")  # asked under its name, which nobody reads
+        assert finding_of(stores.tracking).found == f"the server at http://HOST:{server.server_port} answers"
+        monkeypatch.undo()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{address}/elsewhere")
         assert "not as MLflow does" in stores.tracking().found
         server.shutdown()
@@ -214,6 +235,22 @@ def test_a_server_of_mlflow_is_asked_for_its_health(monkeypatch):
     found = finding_of(stores.tracking)
     assert (found.state, "does not answer" in found.found) == ("warning", True)
     assert "geheim" not in found.found + found.mend
+
+
+def test_a_server_that_speaks_no_http_is_a_warning(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"220 mail.example.org ready\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
+        found = finding_of(stores.tracking)
+    assert (found.state, "cannot be asked over HTTP: BadStatusLine" in found.found) == ("warning", True)
+    assert "correct MLFLOW_TRACKING_URI" in found.mend
 
 
 def test_a_corpus_that_comes_out_different_is_broken(monkeypatch):

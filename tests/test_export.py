@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,9 @@ from lm_pcfg.export.pruning import cut_grammar, uses_of
 from lm_pcfg.grammar import families
 from lm_pcfg.inference.score import TextScore, score_lines
 from lm_pcfg.inference.symbols import load_text
+from lm_pcfg.inference.trained import read_stored
 from lm_pcfg.inference.verification import verify
+from lm_pcfg.settings import EmaSection
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import durable, exported
 from lm_pcfg.storage.run_folder import choose_start
@@ -163,6 +167,56 @@ def test_what_cannot_be_done_is_told_before_anything_is_written(runs, tmp_path, 
     with pytest.raises(UserError, match=message):
         export(runs / "sn_pcfg", tmp_path / "model", ExportOptions(**options))
     assert list(tmp_path.iterdir()) == []
+
+
+EVALUATED = {"best_nll": 2.0, "best_step": 1, "best_impossible": 2, "valid_unknown_share": 0.00512}
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "changes", "decay", "said"),
+    [
+        ("sn_pcfg", "auto", {}, None, "Perplexity 7.389 per word, 0.51 % unknown, 2 sentences of probability 0 left"),
+        ("sn_pcfg", "auto", {"best_impossible": 0, "valid_unknown_share": None}, None, "Perplexity 7.389 per word, on"),
+        ("pieces", "auto", {}, None, "Perplexity 7.389 per piece, 0.51 % unknown"),
+        ("sc_pcfg", "auto", {}, None, "Perplexity at most 7.389 per word"),
+        ("averaged", "auto", {}, 0.9, "Perplexity 7.389 per word"),
+        ("averaged", "raw", {}, 0.9, None),  # the average was evaluated
+        ("sn_pcfg", "auto", {"best_step": 0}, None, None),  # another checkpoint of the run was
+    ],
+)
+def test_the_card_has_the_evaluation_of_its_weights_alone(
+    runs, tmp_path, monkeypatch, name, weights, changes, decay, said
+):
+    def evaluated(path, kind):
+        stored = read_stored(path, kind)
+        settings = stored.settings.model_copy(update={"ema": EmaSection(decay=decay)})
+        return replace(stored, settings=settings, state=stored.state | EVALUATED | changes)
+
+    monkeypatch.setattr("lm_pcfg.export.export.read_stored", evaluated)
+    export(runs / name, tmp_path / "model", ExportOptions(weights=weights))
+    card = (tmp_path / "model/README.md").read_text()
+    kept = exported.describe(tmp_path / "model")
+    if said is None:
+        assert "Perplexity" not in card
+        assert "weights of step 1" in card
+        assert not set(kept) & set(EVALUATED)
+    else:
+        assert said in card
+        assert kept["best_nll"] == 2.0
+        assert kept.get("valid_unknown_share") == (EVALUATED | changes)["valid_unknown_share"]
+    if name == "pieces":
+        shown = json.loads(ran("info", tmp_path / "model", "--json"))
+        assert (shown["valid_unknown_share"], shown["unit"], kept["unit"]) == (0.00512, "pieces", "pieces")
+
+
+def test_names_that_are_no_utf_8(runs, tmp_path):
+    odd = os.fsdecode(b"m\xff")
+    with pytest.raises(UserError, match=r"'.*m\\udcff' is no UTF-8.*; name another folder"):
+        export(runs / "sn_pcfg", tmp_path / odd, ExportOptions())
+    assert list(tmp_path.iterdir()) == []
+    text = write_text(tmp_path / odd, 3)
+    export(runs / "sn_pcfg", tmp_path / "model", ExportOptions(score=[str(text)]))
+    assert "lm_pcfg score 'm?' --checkpoint model" in (tmp_path / "model/README.md").read_text()
 
 
 # ---- damage, and what is not an export ------------------------------------------------------------------------------

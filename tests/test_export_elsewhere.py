@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -178,6 +179,28 @@ def test_the_lines_that_mlflow_may_give(folder):
     assert model.predict(LINES[0]) == scores[:1]
     with pytest.raises(UserError, match="should be text"):
         model.predict([1, 2])
+
+
+@pytest.mark.long
+def test_a_tracking_store_keeps_it(folder, tmp_path, monkeypatch):
+    """The call that docs/export.md has, and what it logged is loaded again."""
+    import mlflow.pyfunc
+
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[1] / "docs/export.md").read_text()
+    (call,) = re.findall(r"`(mlflow\.pyfunc\.log_model\(.*?\))`", text, re.DOTALL)
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    try:
+        experiment = mlflow.create_experiment("export", artifact_location=(tmp_path / "artifacts").as_uri())
+        with mlflow.start_run(experiment_id=experiment):
+            logged = eval(call.replace("models/tiny", str(folder)), {"mlflow": mlflow})
+        model = mlflow.pyfunc.load_model(logged.model_uri)
+    finally:
+        mlflow.set_tracking_uri(before)
+    scores, trees = expected(folder)
+    assert model.predict(LINES) == scores
+    assert model.predict(LINES, params={"task": "parse"}) == trees
 
 
 @pytest.mark.long

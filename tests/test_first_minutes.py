@@ -132,8 +132,12 @@ def test_a_folder_that_is_no_environment_is_left_alone(fresh):
     assert (fresh / "checkout/papers").is_dir()
 
 
-def test_the_demo_names_the_next_commands_as_they_are_typed():
-    result = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, capture_output=True, text=True)
+@pytest.mark.parametrize("around", [{}, {"VENV": ".venv-other"}, {"MAKEFLAGS": " -- VENV=.venv-other"}])
+def test_the_demo_names_the_next_commands_as_they_are_typed(around, monkeypatch):
+    for name, value in around.items():  # the tests may be run by `VENV=.venv-other make test`
+        monkeypatch.setenv(name, value)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("VENV", "MAKE", "MFLAGS"))}
+    result = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
     for line in (
         ". .venv/bin/activate",
         "lm_pcfg parse embedded:test",

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 from command_line import lm_pcfg
 from flash_inside.devices import chart_memory
-from lm_pcfg.corpus.batches import describe_lengths
+from lm_pcfg.corpus.batches import describe_lengths, make_batch
+from lm_pcfg.corpus.sentences import Sentences
 from lm_pcfg.errors import OutOfMemory, UserError, is_out_of_memory, memory_told
+from lm_pcfg.grammar import families
+from lm_pcfg.grammar.likelihood import sentence_log_probabilities
+from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training import loop, steps
+from lm_pcfg.training.position import Position
 from texts import WORDS, write_config
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
@@ -45,6 +53,55 @@ def test_other_errors_stay_as_they_are():
 )
 def test_lengths_in_words(lengths, said):
     assert describe_lengths(lengths) == said
+    assert describe_lengths(lengths, "pieces") == said.replace("words", "pieces")
+
+
+def some_sentences(unit: str, *lengths: int) -> Sentences:
+    offsets = np.cumsum([0, *lengths])
+    return Sentences(np.zeros(offsets[-1], np.int32), offsets, np.arange(1, len(offsets)), False, unit=unit)
+
+
+def test_lengths_are_of_what_the_vocabulary_has():
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError(CUDA)
+
+    sentences = some_sentences("pieces", 3, 5)
+    with pytest.raises(OutOfMemory, match="2 sentences of 3 to 5 pieces, 8 in all"):
+        sentence_log_probabilities(SimpleNamespace(log_likelihood=no_memory), sentences, batch_cost=100)
+    training = SimpleNamespace(
+        corpora=SimpleNamespace(train=sentences),
+        position=Position(),
+        engine=SimpleNamespace(device=torch.device("cpu")),
+    )
+    said = steps.Steps._describe(training, [make_batch(sentences, np.array([1]))])
+    assert said == "step 1 on cpu, whose largest batch is a batch of one sentence of 5 pieces"
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "precision", "offered"),
+    [
+        ("sn_pcfg", {"nonterminals": 512, "preterminals": 512}, "fp32", True),
+        ("sn_pcfg", {"nonterminals": 512, "preterminals": 512}, "bf16", False),
+        ("sn_pcfg", {"nonterminals": 256, "preterminals": 512}, "tf32", False),  # its chart stays fp32
+        ("sn_pcfg", {"nonterminals": 512, "preterminals": 512, "state_dropout": 0.5}, "fp32", False),
+        ("rank_pcfg", {"nonterminals": 16, "preterminals": 16, "rank": 512}, "fp32", True),
+        ("n_pcfg", {"nonterminals": 512, "preterminals": 512}, "fp32", False),  # dense
+        ("n_pcfg", {"nonterminals": 512, "preterminals": 512}, "fp64", True),  # which is fp32 then
+        ("c_pcfg", {"nonterminals": 512, "preterminals": 512}, "fp32", False),
+        ("nhmm", {"states": 512, "eos": "explicit"}, "fp32", True),
+        ("rank_hmm", {"states": 512, "rank": 16, "eos": "explicit"}, "fp32", False),
+    ],
+)
+def test_bf16_is_offered_where_a_chart_is_smaller_with_it(family, sizes, precision, offered):
+    settings = Settings.model_validate({
+        "data": {"train": "x"}, "inside": {"precision": precision},
+        "model": families.section_of(family).model_validate({"family": family, **sizes}),
+    })  # fmt: skip
+    training = SimpleNamespace(
+        settings=settings, family=families.get(family), engine=SimpleNamespace(device=torch.device("cuda"))
+    )
+    said = steps.Steps._less_memory(training, [make_batch(some_sentences("words", 3), np.array([0]))])
+    assert ("inside.precision=bf16" in said) == offered
 
 
 def step_fails(monkeypatch):

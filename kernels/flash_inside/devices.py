@@ -236,5 +236,10 @@ def allow_graphs(yes: bool) -> bool:
 
 
 def graphs_allowed(tensor: Tensor) -> bool:
-    """Whether the chart of these emissions may be computed by a CUDA graph: not while another one is captured."""
-    return _allowed and tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
+    """Whether the chart of these emissions may be computed by a CUDA graph.
+
+    Not while another one is captured, and not on another device than the current one, whose streams a capture takes.
+    """
+    if not _allowed or not tensor.is_cuda or tensor.device.index != torch.cuda.current_device():
+        return False
+    return not torch.cuda.is_current_stream_capturing()

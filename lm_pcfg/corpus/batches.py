@@ -66,15 +66,15 @@ class BatchOptions:
         return self.sentences if self.by == "sentences" else self.cost
 
 
-def describe_lengths(lengths: Sequence[int]) -> str:
-    """Say in words how large a batch is."""
+def describe_lengths(lengths: Sequence[int], unit: str = "words") -> str:
+    """Say how large a batch is. unit: what lengths count"""
     if not lengths:
         return "a batch without sentences"
     if len(lengths) == 1:
-        return f"a batch of one sentence of {lengths[0]:,} words"
+        return f"a batch of one sentence of {lengths[0]:,} {unit}"
     least, most = min(lengths), max(lengths)
     long = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-    return f"a batch of {len(lengths):,} sentences of {long} words, {sum(lengths):,} in all"
+    return f"a batch of {len(lengths):,} sentences of {long} {unit}, {sum(lengths):,} in all"
 
 
 # ---- grouping sentences ---------------------------------------------------------------------------------------------

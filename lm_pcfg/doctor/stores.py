@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import sqlite3
@@ -12,7 +13,7 @@ from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
-from lm_pcfg.doctor.finding import Finding, public
+from lm_pcfg.doctor.finding import Finding, without_secrets
 
 _SECONDS = 5.0
 _LITTLE, _TOO_LITTLE = 5 << 30, 100 << 20  # bytes
@@ -50,19 +51,21 @@ def tracking() -> Finding:
     """Ask the MLflow that a training would log to. A training goes on without it, so it is never broken."""
     if installed_version("mlflow") is None:
         return Finding("warning", "mlflow is not installed", "pip install mlflow, or train with tracking.mlflow=false")
-    uri = os.environ.get("MLFLOW_TRACKING_URI")
-    if uri is None or uri.startswith("sqlite:///"):
-        return _sqlite(Path("mlruns/mlflow.db") if uri is None else Path(uri.removeprefix("sqlite:///")))
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlruns/mlflow.db"
+    if uri.startswith("sqlite:///"):
+        return _sqlite(Path(uri.removeprefix("sqlite:///").partition("?")[0]))
     if not uri.startswith(("http://", "https://")):
         return Finding("ok", f"MLFLOW_TRACKING_URI is {uri}; it was not tried")
     mend = "start the server, correct MLFLOW_TRACKING_URI, or unset it to log into mlruns/; a training goes on without"
     try:
         # The address may have a password, with which urllib cannot do anything; the health check asks for none.
-        with urllib.request.urlopen(f"{public(uri).rstrip('/')}/health", timeout=_SECONDS) as answer:
+        with urllib.request.urlopen(f"{without_secrets(uri).rstrip('/')}/health", timeout=_SECONDS) as answer:
             text = answer.read(64).decode(errors="replace").strip()
     except (OSError, ValueError) as error:  # also those of urllib
         reason = getattr(error, "reason", error)
         return Finding("warning", f"{uri} does not answer: {reason}", mend)
+    except http.client.HTTPException as error:  # another kind of server, or an address that is none
+        return Finding("warning", f"{uri} cannot be asked over HTTP: {type(error).__name__}", mend)
     if text != "OK":
         return Finding("warning", f"{uri} answers, but not as MLflow does", mend)
     return Finding("ok", f"the server at {uri} answers")

@@ -58,10 +58,10 @@ def model_card(
     """Write README.md. name: of the folder; description: what config.json says of the model."""
     model = description["model"]
     sizes = ", ".join(f"{key.replace('_', ' ')} {model[key]:,}" for key in _SIZES if model.get(key) is not None)
-    unit = "pieces" if description["pieces"] else "words"
+    unit = description["unit"]
     kind = "hidden Markov model" if "states" in model else "probabilistic context-free grammar"
     quoted = shlex.quote(name)
-    stored = "averaged (EMA) weights" if description["weights"] == "ema" else "weights of the last step"
+    stored = "averaged (EMA) weights" if description["weights"] == "ema" else f"weights of step {description['step']:,}"
     parts = [
         f"---\nlicense: {licence}\nlibrary_name: lm_pcfg\ntags:\n- pcfg\n- language-model\n- grammar-induction\n---\n",
         f"# {_text(Path(name).name)}\n",
@@ -87,15 +87,8 @@ _SIZES = ("nonterminals", "preterminals", "states", "rank", "features", "dimensi
 
 def _figures(description: dict[str, Any], figures: Sequence[Figure], unit: str) -> list[str]:
     parts = ["## Figures\n"]
-    best = description.get("best_nll")
-    if best is not None:
-        before = ", before it was pruned" if "pruned" in description else ""
-        changes = description.get("pruned", {}).get("trained_with", "").split()
-        command = shlex.join(["lm_pcfg", "train", "--config", "config.yaml", *changes])
-        parts.append(
-            f"Perplexity {perplexity(best):.3f} on the validation text of its training, at step "
-            f"{description.get('best_step', 0):,}{before}: `{command}`.\n"
-        )
+    if "best_nll" in description:
+        parts.append(_of_the_training(description, unit))
     if figures:
         rows = [_row(_text(shown(one.file)), one.report) for one in figures]
         parts.append("\n".join([*_head(unit, f"perplexity per {unit[:-1]}"), *rows, ""]))
@@ -103,6 +96,21 @@ def _figures(description: dict[str, Any], figures: Sequence[Figure], unit: str) 
     if len(parts) == 1:
         parts.append("None was measured: `lm_pcfg export` measures with `--score FILE`.\n")
     return parts
+
+
+def _of_the_training(description: dict[str, Any], unit: str) -> str:
+    """Say what the evaluation of these weights gave."""
+    bound = "at most " if "latent" in description["model"] else ""  # a compound model has bounds only
+    share, impossible = description.get("valid_unknown_share"), description.get("best_impossible", 0)
+    unknown = f", {100 * share:.2f} % unknown" if share is not None else ""
+    left_out = f", {impossible:,} sentences of probability 0 left out" if impossible else ""
+    before = ", before it was pruned" if "pruned" in description else ""
+    changes = description.get("pruned", {}).get("trained_with", "").split()
+    command = shlex.join(["lm_pcfg", "train", "--config", "config.yaml", *changes])
+    return (
+        f"Perplexity {bound}{perplexity(description['best_nll']):.3f} per {unit[:-1]}{unknown}{left_out}, on the "
+        f"validation text of its training, at step {description['best_step']:,}{before}: `{command}`.\n"
+    )
 
 
 def _pruning(pruning: Pruning, unit: str) -> list[str]:

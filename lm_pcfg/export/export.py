@@ -27,8 +27,9 @@ from lm_pcfg.settings import Settings, TrackingSection
 from lm_pcfg.storage import checkpoint, exported
 from lm_pcfg.training.documents import documents
 
-#: What config.json says of the training.
-_OF_THE_STATE = ("step", "epoch", "best_nll", "best_impossible", "best_step", "best_s_f1")
+#: What config.json says of the training, and of the evaluation of these weights.
+_OF_THE_TRAINING = ("step", "epoch")
+_OF_ITS_EVALUATION = ("best_nll", "best_impossible", "best_step", "best_s_f1", "valid_unknown_share")
 DEFAULT_LENGTH = 250  # of `lm_pcfg score`, too
 
 
@@ -46,6 +47,7 @@ class ExportOptions:
 def export(path: Path | None, folder: Path, options: ExportOptions) -> dict[str, Any]:
     """Write the model of a run, a checkpoint or an export to a folder; return what was written, in figures."""
     card.check_licence(options.licence)
+    exported.check_name(folder)
     exported.check_free(folder)
     files = [file for file in (*options.score, options.prune, options.prune_check) if file is not None]
     for file in files:
@@ -65,7 +67,7 @@ def export(path: Path | None, folder: Path, options: ExportOptions) -> dict[str,
     text = card.model_card(
         name=name, licence=options.licence, description=description, figures=figures, pruning=pruning
     )
-    others = {exported.CARD: text.encode(), exported.MLMODEL: mlmodel()}
+    others = {exported.CARD: text.encode(errors="replace"), exported.MLMODEL: mlmodel()}
     of_model = documents(_without_paths(stored.settings), stored.vocabulary)
     exported.save(folder, stored.tensors, of_model, description, others)
     exported.verify(folder)
@@ -86,6 +88,7 @@ def _description(stored: StoredModel, trained: TrainedGrammar, pruning: Pruning 
     """Return what config.json says."""
     from importlib.metadata import version
 
+    keys = _OF_THE_TRAINING + (_OF_ITS_EVALUATION if _is_the_evaluated(stored) else ())
     return {
         "lm_pcfg_version": version("lm_pcfg"),
         "form": stored.form,
@@ -94,11 +97,18 @@ def _description(stored: StoredModel, trained: TrainedGrammar, pruning: Pruning 
         "vocabulary_size": len(stored.vocabulary),
         "vocabulary_hash": stored.vocabulary.hash,
         "pieces": not isinstance(stored.vocabulary, Vocabulary),
+        "unit": stored.vocabulary.unit,
         "parameters": trained.parameters,
-        **{key: stored.state[key] for key in _OF_THE_STATE if stored.state.get(key) is not None},
+        **{key: stored.state[key] for key in keys if stored.state.get(key) is not None},
         **({"pruned": earlier} if (earlier := _earlier_pruning(stored)) else {}),
         **({"pruned": _pruning_report(pruning)} if pruning else {}),
     }
+
+
+def _is_the_evaluated(stored: StoredModel) -> bool:
+    """Whether the best evaluation of the run was of these weights. It takes averaged weights where there are any."""
+    evaluated = "raw" if stored.settings.ema.decay is None else "ema"
+    return stored.state.get("best_step") == stored.state["step"] and stored.weights == evaluated
 
 
 def _without_paths(settings: Settings) -> Settings:

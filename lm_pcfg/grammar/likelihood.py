@@ -78,7 +78,8 @@ def sentence_log_probabilities(
             batch = make_batch(sentences, indices)
             tell_long(batch.lengths, on_batch)
             with memory_told(
-                partial(describe_lengths, batch.lengths), partial(_smaller_batches, batch_cost, len(indices))
+                partial(describe_lengths, batch.lengths, sentences.unit),
+                partial(_smaller_batches, batch_cost, len(indices)),
             ):
                 log_z = model.log_likelihood(
                     torch.from_numpy(batch.words), batch.lengths, precision=precision, backend=backend,

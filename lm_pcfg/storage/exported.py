@@ -85,6 +85,14 @@ def save(
         raise UserError(f"cannot write {folder}: {durable.reason(error)}") from error
 
 
+def check_name(folder: Path) -> None:
+    """Refuse a name that is no UTF-8: the model card and commands have it."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{str(folder)!r} is no UTF-8, and the model card has this name; name another folder") from None
+
+
 def check_free(folder: Path) -> None:
     """Refuse a place where something else is: only a new or empty folder, or an earlier export, is written to."""
     if not folder.exists():

@@ -176,7 +176,7 @@ class Steps:
         return position.skipped == skipped_before
 
     def _describe(self, batches: list[Batch]) -> str:
-        largest = describe_lengths(max(batches, key=lambda batch: batch.cost).lengths)
+        largest = describe_lengths(max(batches, key=lambda batch: batch.cost).lengths, self.corpora.train.unit)
         return f"step {self.position.step + 1} on {self.engine.device.type}, whose largest batch is {largest}"
 
     def _less_memory(self, batches: list[Batch]) -> str:
@@ -189,7 +189,8 @@ class Steps:
                 f"batch.{batch.by}={max(1, getattr(batch, batch.by) // 2)} batch.accumulate={2 * batch.accumulate}"
             )
         ways.append(f"data.max_length={max(1, int(0.7 * max(largest.lengths, default=1)))}")
-        if self.engine.device.type == "cuda" and settings.inside.precision != "bf16":
+        own, narrow = (self.family.chart_type(settings.model, one) for one in (settings.inside.precision, "bf16"))
+        if self.engine.device.type == "cuda" and narrow.itemsize < own.itemsize:
             ways.append("inside.precision=bf16")
         size = "states" if hasattr(settings.model, "states") else "nonterminals"
         return f"{', '.join(ways)} or a smaller model.{size} (--dry-run tries the largest batch)"

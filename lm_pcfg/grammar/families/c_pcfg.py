@@ -16,11 +16,13 @@ and what is done with z elsewhere. State dropout and trees are as in n_pcfg.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_inside.devices import chart_memory
+from flash_inside.precision import FORMATS
 from lm_pcfg.grammar.compound import Compound, CompoundModule
 from lm_pcfg.grammar.computation import Computation
 from lm_pcfg.grammar.contexts import EncodedText
@@ -74,6 +76,9 @@ class CPCFG(CompoundFamily):
 
     def rules_of_a_sentence(self, model: CPCFGSection) -> float:
         return model.nonterminals * ((model.nonterminals + model.preterminals) * (1 - model.state_dropout)) ** 2
+
+    def chart_type(self, model: Any, precision: str) -> torch.dtype:
+        return FORMATS[precision].compute  # dense charts are never bf16
 
     def fewest_weights(self, model: CPCFGSection, words: int) -> int:
         return ((model.nonterminals + model.preterminals) ** 2 + words) * model.dimension + words * model.encoder

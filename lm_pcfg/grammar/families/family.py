@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_inside import Statistics
+from flash_inside.precision import FORMATS
 from lm_pcfg.grammar.contexts import EncodedText
 from lm_pcfg.grammar.dropout import Dropout
 from lm_pcfg.settings import ModelSection
@@ -77,6 +78,10 @@ class Family:
     def chart_memory(self, model: Any, lengths: Sequence[int], precision: str) -> float:
         """Return the bytes that a batch of sentences of these lengths takes on a CPU; 0: few."""
         return 0.0
+
+    def chart_type(self, model: Any, precision: str) -> torch.dtype:
+        """Return the type in which a chart on a GPU is kept: fp32 for "bf16" too, unless a family says otherwise."""
+        return FORMATS[precision].compute
 
     def text_wanted(self, model: Any) -> int:
         """Return how many words of training text `build` wants to see; 0: none."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_inside.devices import check_memory
+from flash_inside.precision import chart_format
 from flash_inside.softmax import product_precision
 from lm_pcfg.grammar.computation import EXACT, Computation
 from lm_pcfg.grammar.dropout import Dropout, draw_states
@@ -93,6 +94,14 @@ class HMMFamily(Family):
         of_a_step = self.transition_numbers(model) if torch.device(device).type == "cpu" else 0
         weights = (2 * model.states + words) * model.dimension
         check_memory(BYTES * (weights + of_a_step * (1.0 - model.state_dropout) ** 2))
+
+    def chart_type(self, model: HMMSection, precision: str) -> torch.dtype:
+        """Return bf16 for "bf16" if there are many states."""
+        return chart_format(precision, self.chain_states(model)).storage
+
+    def chain_states(self, model: Any) -> int:
+        """Return the states of the chain of a step."""
+        return int((1.0 - model.state_dropout) * model.states)
 
     def transition_numbers(self, model: Any) -> int:
         """Return how many numbers the transitions have."""

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from flash_inside.devices import check_memory
+from flash_inside.precision import FORMATS
 from flash_inside.softmax import product_precision
 from lm_pcfg.grammar.computation import EXACT, Computation
 from lm_pcfg.grammar.contexts import EncodedText
@@ -105,6 +106,9 @@ class NPCFG(PCFGFamily):
 
     def fewest_weights(self, model: Any, words: int) -> int:
         return ((model.nonterminals + model.preterminals) ** 2 + words) * model.dimension
+
+    def chart_type(self, model: PCFGSection, precision: str) -> torch.dtype:
+        return FORMATS[precision].compute  # dense charts are never bf16
 
     def can_capture(self, model: PCFGSection, dropout: Dropout) -> bool:
         return False

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_inside.devices import chart_memory, check_memory
+from flash_inside.precision import chart_format
 from lm_pcfg.grammar.dropout import Dropout
 from lm_pcfg.grammar.families.family import Family
 from lm_pcfg.grammar.families.sections import PCFGSection
@@ -37,8 +38,16 @@ class PCFGFamily(Family):
         check_memory(BYTES * (self.fewest_weights(model, words) + of_a_step))
 
     def chart_memory(self, model: PCFGSection, lengths: Sequence[int], precision: str) -> float:
+        return chart_memory(lengths, self._most_of_a_step(model), precision)
+
+    def chart_type(self, model: PCFGSection, precision: str) -> torch.dtype:
+        """Return bf16 for "bf16" if there are many nonterminals."""
+        return chart_format(precision, self._most_of_a_step(model)).storage
+
+    def _most_of_a_step(self, model: PCFGSection) -> int:
+        """Return how many nonterminals state dropout leaves at most."""
         share = 1.0 - model.state_dropout if model.state_dropout_until is None else 1.0
-        return chart_memory(lengths, max(1, int(share * self.chart_nonterminals(model))), precision)
+        return max(1, int(share * self.chart_nonterminals(model)))
 
     def chart_nonterminals(self, model: Any) -> int:
         """Return the nonterminals of the `Grammar`, which need not be those that the model is written in."""

@@ -52,6 +52,9 @@ class RankHMM(HMMFamily):
             emitting=model.rank, tables={**tables, "ranks": (model.dimension, model.rank)},
         )  # fmt: skip
 
+    def chain_states(self, model: RankHMMSection) -> int:
+        return model.rank
+
     def transition_numbers(self, model: RankHMMSection) -> int:
         return 2 * model.states * model.rank
 
