@@ -156,6 +156,15 @@ def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_a_finished_run_keeps_the_checkpoints_that_its_new_settings_would_delete(run, capsys):
+    shutil.copytree(checkpoint.latest(run), run / "checkpoints" / "step-00000004")
+    resume(run, "checkpoint.keep_last=1")
+    assert "not used: checkpoint.keep_last: 2 -> 1\n" in capsys.readouterr().err
+    assert [folder.name for folder in checkpoint.list_checkpoints(run)] == ["step-00000004", "step-00000008"]
+    resume(run, "checkpoint.keep_last=1", "training.max_steps=9")
+    assert [folder.name for folder in checkpoint.list_checkpoints(run)] == ["step-00000009"]
+
+
 def test_changed_settings_are_told_and_the_earlier_ones_are_kept(run, capsys):
     before = (run / "config.yaml").read_bytes()
     changes = ["optimizer.learning_rate=0.5", "seed=7", "model.state_dropout=0.25"]

@@ -6,6 +6,7 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from lm_pcfg.storage.saving import Saver, load_fitting, tidy
 from lm_pcfg.training.documents import documents, open_vocabulary
 from lm_pcfg.training.evaluation import evaluate, is_due
 from lm_pcfg.training.mlflow_run import Status, environment_json
-from lm_pcfg.training.position import Window
+from lm_pcfg.training.position import Position, Window
 from lm_pcfg.training.resumption import (
     Changes,
     changes_since,
@@ -82,6 +83,8 @@ def train(settings: Settings) -> Path:
                 tell_finished(start.folder, finished, changes)
         else:
             kept = engine.on_main(lambda: folder.begin(dump_yaml(settings), steps.corpora.vocabulary, source))
+            if same_run and source is not None and continued is not None:
+                engine.on_main(partial(tidy_continued, steps, source, continued))
             description = engine.describe()
             if engine.is_main:
                 where = f", continued from step {steps.position.step}" if source else ""
@@ -104,19 +107,20 @@ def restore(steps: Steps, source: Path, *, same_run: bool) -> dict[str, Any]:
     loaded = engine.on_all(lambda: load_fitting(source, steps.skeleton, vocabulary.hash, engine.device))
     steps.restore(loaded)
     select, position = steps.settings.evaluation.select, steps.position
-    kept = steps.settings.checkpoint
-    best_steps = position.best_steps(kept.keep_best)
     if same_run and position.best_step is not None and (select == "trees") != (position.best_s_f1 is not None):
         position.forget_best()  # the two ways to choose cannot be compared
         if engine.is_main:
             warn(f"the best checkpoint is chosen by {select} from now on: the best so far is forgotten")
-    if same_run:
-        run = checkpoint.run_folder_of(source)
-        engine.on_main(lambda: checkpoint.repair_best(run, position.best_step))
-        engine.on_main(lambda: tidy(run, source, kept.keep_last, best_steps))
-    else:
-        steps.position.forget_best()
+    if not same_run:
+        position.forget_best()
     return loaded.state
+
+
+def tidy_continued(steps: Steps, source: Path, state: dict[str, Any]) -> None:
+    """Do what a kill after the checkpoint `source` of this run may have left undone; state: that of the checkpoint."""
+    run, kept = checkpoint.run_folder_of(source), steps.settings.checkpoint
+    checkpoint.repair_best(run, steps.position.best_step)
+    tidy(run, source, kept.keep_last, Position.of(state).best_steps(kept.keep_best))
 
 
 def nothing_left(steps: Steps) -> bool:
