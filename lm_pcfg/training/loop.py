@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -34,6 +33,7 @@ from lm_pcfg.training.position import Position, Window
 from lm_pcfg.training.resumption import (
     Changes,
     changes_since,
+    good_checkpoint,
     how_to_continue,
     refusal_explained,
     tell_changes,
@@ -149,7 +149,6 @@ class Trainer:
         self.tracker = track(self.settings, folder, self.corpora.vocabulary, self.engine.is_main)
         self._continued, self._saved_step = continued, continued["step"] if continued else 0
         self._skipped_reported = self.position.skipped
-        self._evaluated_step, self._diverged = self.position.step, ""  # the last evaluation, and what was wrong then
         self._clock = time.perf_counter()  # up to here the seconds of training are counted
         self._shown: float | None = None  # when a loss was shown last
 
@@ -286,20 +285,14 @@ class Trainer:
             )
 
     def _stop_if_diverged(self) -> None:
-        """A run that ends without a usable model has failed: its last evaluation, or all updates before it, tell."""
-        why = self._diverged or ("no update was finite" if self._no_finite_update() else "")
-        if why:
+        """A run that ends without a usable model has failed."""
+        if why := self.position.divergence():
             self.saver.wait()
             raise TrainingStopped(
                 f"the training diverged: at its end, step {self.position.step}, {why}; checkpoint to go back to: "
-                f"{checkpoint.best(self.folder.path) or checkpoint.latest(self.folder.path) or 'none'}; try a lower "
-                "learning rate or a longer warm-up"
+                f"{good_checkpoint(self.folder.path, self.position.step) or 'none'}; try a lower learning rate or a "
+                "longer warm-up"
             )
-
-    def _no_finite_update(self) -> bool:
-        """Whether all updates since the last evaluation were skipped."""
-        made = self.position.step - self._evaluated_step
-        return made > 0 and self.position.skipped_in_a_row >= made
 
     def _stop_agreed(self) -> bool:
         """Return whether any process was asked to stop. A checkpoint that could not be written ends the run on all."""
@@ -322,11 +315,6 @@ class Trainer:
             return False
         score = result.score
         nll = score.nll / score.tokens if score.tokens else None
-        if nll is None or not math.isfinite(nll):
-            self._diverged = "no sentence of the validation text has a finite probability"
-        else:
-            self._diverged = "no update since the evaluation before was finite" if self._no_finite_update() else ""
-        self._evaluated_step = self.position.step
         by_trees = self.settings.evaluation.select == "trees"
         improved = self.position.take_evaluation(nll, score.impossible, result.s_f1 if by_trees else None)
         self._record(result.metrics())
@@ -405,11 +393,12 @@ class Trainer:
         """Save a checkpoint of this step; `best` follows the validation text.
 
         While updates are being skipped save none: the weights may be spoilt, and good checkpoints must not be deleted
-        for them. Weights that were just found to be the best are an exception.
+        for them. Weights that were just found to be the best are an exception, and those of a run that has ended well.
         """
         steps, position = self.steps, self.position
         steps.finish_update()
-        if position.skipped_in_a_row and position.best_step != position.step:
+        ended_well = nothing_left(steps) and not position.divergence()
+        if position.skipped_in_a_row and position.best_step != position.step and not ended_well:
             return
         self._saved_step = position.step
         self._take_time()
