@@ -181,6 +181,8 @@ def test_changed_settings_are_told_and_the_earlier_ones_are_kept(run, capsys):
     assert load_settings(run / "config.yaml").optimizer.learning_rate == 0.5
     assert last_step(run) == 9
     assert verify(run).damaged == []
+    (run / "config.1.yaml").write_text("a_setting_of_another_version: 1")
+    assert verify(run).damaged == []
     (run / "config.1.yaml").write_text("model: [")
     assert [line for line in verify(run).damaged if "config.1.yaml" in line]
 
