@@ -12,7 +12,6 @@ from typing import Any
 from lm_pcfg.console import Progress, duration, progress, say, warn
 from lm_pcfg.corpus import opening
 from lm_pcfg.corpus.sentences import Sentences
-from lm_pcfg.corpus.unknown import percent
 from lm_pcfg.distributed import launcher
 from lm_pcfg.distributed.collectives import lost_contact_reported
 from lm_pcfg.distributed.engine import Engine
@@ -264,7 +263,7 @@ class Trainer:
     def _unknown(self) -> str:
         """What stands beside a validation perplexity, if words of that text are unknown."""
         unknown = self.corpora.valid.unknown_words if self.corpora.valid is not None else None
-        return f" ({percent(unknown.share)} unknown {unknown.unit})" if unknown is not None and unknown.count else ""
+        return f" ({unknown.brief})" if unknown is not None and unknown.count else ""
 
     def _report_skipped(self, bar: Progress) -> None:
         """Report every skipped update; too many in a row end the run, on all processes."""
