@@ -114,7 +114,7 @@ def tell_finished(folder: Path, how: str, changes: Changes) -> None:
 
 
 def good_checkpoint(run: Path, before: int) -> Path | None:
-    """Return the checkpoint from before a step to go back to: the best, or the newest whose weights had not diverged."""
+    """Return the checkpoint of an earlier step to go back to: the best, or the newest that had not diverged."""
     for folder in (checkpoint.best(run), *reversed(checkpoint.list_checkpoints(run))):
         with suppress(UserError):  # one that is damaged
             state = read_state(folder / checkpoint.STATE) if folder is not None else None
