@@ -64,7 +64,8 @@ def test_the_figures_of_a_run(tmp_path):
     line = summary_of(write_run(tmp_path / "a", WHOLE), reach=119.0)
     assert line == {
         "run": "a", "nonterminals": 64, "finished": True, "failure": None, "epochs": 3,
-        "epochs_planned": 3, "steps": 200, "unit": None, "unknown_share": None, "best_valid_ppl": 118.0, "best_step": 150, "impossible": 0,
+        "epochs_planned": 3, "steps": 200, "unit": None, "unknown_share": None,
+        "best_valid_ppl": 118.0, "best_step": 150, "impossible": 0,
         "last_train_ppl": pytest.approx(101.0),
         "skipped_share": 0.01, "words_per_second": 12_500.0, "training_seconds": 40.0,
         "reach": 119.0, "reached_step": 150, "reached_seconds": 30.0,
