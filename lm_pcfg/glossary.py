@@ -48,7 +48,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "unknown_words": "words (or pieces) that the vocabulary does not have. The model predicts <unk> for each, "
         "which is easier than the word: the more unknown words, the lower the perplexity",
         "unknown_share": "their share of the words (or pieces). From 5 % on there is a warning",
-        "valid_unknown_share": "the same of the validation text",
+        "valid_unknown_share": "the same of the validation text; not known of a prepared one that has <unk>",
         "training_unknown_share": "the same of the training text; the <unk> written in it count here",
         "literal_unknown": "<unk> that are written in the text, as in the Penn Treebank's. They are predicted like "
         "words, and are not in `unknown_words`",
@@ -110,6 +110,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "epochs": "passes that were begun",
         "epochs_planned": "training.epochs",
         "finished": "whether the run ended by itself",
+        "failure": "why the run has failed, if it has; from its file FAILED",
         "best_valid_ppl": "lowest validation perplexity, of the evaluations with the fewest impossible sentences; per "
         "`unit`",
         "best_validation_ppl": "the same",

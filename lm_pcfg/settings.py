@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
@@ -24,7 +25,15 @@ def _switch(value: object) -> object:
 def run_name(text: str) -> str:
     """Return a name of a run that is like the text; letters of all scripts stay. Nothing is left of some texts."""
     composed = unicodedata.normalize("NFC", text)  # some systems take ö apart
-    return re.sub("-+", "-", "".join(c if _in_names(c) else "-" for c in composed)).lstrip(".+=-")
+    parts = ("".join(some) if fit else "-" for fit, some in groupby(composed, _in_names))
+    return "".join(parts).lstrip(".+=-")
+
+
+def former_names(name: str) -> list[str]:
+    """Return what earlier versions, which left only ASCII letters, made of the text of this name: gr-e of größe."""
+    forms = (unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
+    former = [re.sub(r"[^A-Za-z0-9._+=-]+", "-", form).lstrip(".+=-") for form in forms]
+    return [one for one in dict.fromkeys(former) if one and one != name]
 
 
 def _in_names(character: str) -> bool:

@@ -123,14 +123,7 @@ def find_config(path: Path) -> Path:
 def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
     """The settings of a YAML file with `dotted.key=value` overrides, whose values are YAML too."""
     path = find_config(Path(path))
-    try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST_YAML + 1).decode("utf-8-sig")  # no more of what has no end
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
-    except OSError as error:  # no such file, a folder, no permission
-        raise SettingsError(f"{path}: cannot be read ({error.strerror}); check --config") from None
-    given = parse_yaml(text, str(path))
+    given = read_yaml(path)
     if isinstance(given, dict):
         _upgrade(given, str(path))
     family = _family(given, overrides or [], str(path))
@@ -144,6 +137,18 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
         return kind.model_validate(values)
     except PydanticError as error:
         raise SettingsError(_first_problem(error, kind, values, path, overridden)) from None
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a file of settings, of this version or another: only whether it is YAML is checked."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_YAML + 1).decode("utf-8-sig")  # no more of what has no end
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
+    except OSError as error:  # no such file, a folder, no permission
+        raise SettingsError(f"{path}: cannot be read ({error.strerror}); check --config") from None
+    return parse_yaml(text, str(path))
 
 
 def settings_class(family: str) -> type[Settings]:

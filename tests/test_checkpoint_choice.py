@@ -198,6 +198,18 @@ def test_a_run_to_resume_from_means_its_newest_whole_checkpoint(tmp_path: Path) 
     assert choose_start(itself, "") == Start(source, continued=True)
 
 
+def test_a_run_that_an_earlier_version_named_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only ASCII letters were left of the name of a config file."""
+    settings = load_settings(write_config(tmp_path), ["resume=auto", "name=größe"])
+    runs = tmp_path / "runs"
+    assert choose_start(settings, "").folder == runs / "größe"
+    save(runs / "gr-e", 1)
+    assert choose_start(settings, "") == Start(runs / "gr-e", continued=True)
+    assert f"there is no {runs / 'größe'}: resume=auto means {runs / 'gr-e'}" in capsys.readouterr().err
+    save(runs / "größe", 1)
+    assert choose_start(settings, "").folder == runs / "größe"
+
+
 def test_a_checkpoint_to_resume_from_goes_on_in_its_run_if_it_is_the_newest(tmp_path: Path) -> None:
     first, second = (save(tmp_path / "runs" / "small", step) for step in (1, 2))
     other = save(tmp_path / "runs" / "other", 5)

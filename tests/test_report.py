@@ -17,6 +17,8 @@ from lm_pcfg import cli
 from lm_pcfg.bench.plot import draw_curves
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference.report import read_runs, summary, table
+from lm_pcfg.pages.model_parts import Wanted
+from lm_pcfg.pages.report import report_page
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage.metrics_file import MetricsFile
 from lm_pcfg.training import loop
@@ -61,8 +63,9 @@ def summary_of(folder: Path, reach: float | None = None) -> dict:
 def test_the_figures_of_a_run(tmp_path):
     line = summary_of(write_run(tmp_path / "a", WHOLE), reach=119.0)
     assert line == {
-        "run": "a", "nonterminals": 64, "finished": True, "epochs": 3, "epochs_planned": 3, "steps": 200,
-        "unit": None, "unknown_share": None, "best_valid_ppl": 118.0, "best_step": 150, "impossible": 0,
+        "run": "a", "nonterminals": 64, "finished": True, "failure": None, "epochs": 3,
+        "epochs_planned": 3, "steps": 200, "unit": None, "unknown_share": None,
+        "best_valid_ppl": 118.0, "best_step": 150, "impossible": 0,
         "last_train_ppl": pytest.approx(101.0),
         "skipped_share": 0.01, "words_per_second": 12_500.0, "training_seconds": 40.0,
         "reach": 119.0, "reached_step": 150, "reached_seconds": 30.0,
@@ -72,6 +75,17 @@ def test_the_figures_of_a_run(tmp_path):
     assert "118.00" in shown
     assert "s to 119" in shown
     assert "unfinished" not in shown
+
+
+def test_a_run_that_failed_says_so_and_why(tmp_path):
+    folder = write_run(tmp_path / "a", WHOLE, finished=False)
+    (folder / "FAILED").write_text("the training diverged <at> step 9\n")
+    line = summary_of(folder)
+    assert (line["finished"], line["failure"]) == (False, "the training diverged <at> step 9")
+    assert "a (failed)" in table([line])
+    page = report_page(read_runs([folder], pytest.fail), wanted=Wanted())
+    assert "a (failed)" in page
+    assert "a has failed: the training diverged &lt;at&gt; step 9" in page
 
 
 def test_the_best_evaluation_has_the_fewest_impossible_sentences(tmp_path):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
 import shutil
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from lm_pcfg.storage import checkpoint, run_folder
 from lm_pcfg.storage.metrics_file import read_metrics
 from lm_pcfg.storage.run_folder import RunFolder, earlier_configs
 from lm_pcfg.training import loop, resumption
+from lm_pcfg.training.position import Position
 from texts import write_config, write_text
 
 SHORT = {"training": {"epochs": 9, "max_steps": 8, "log_every": 4}, "data": {"valid": None}}
@@ -156,6 +158,15 @@ def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_a_finished_run_keeps_the_checkpoints_that_its_new_settings_would_delete(run, capsys):
+    shutil.copytree(checkpoint.latest(run), run / "checkpoints" / "step-00000004")
+    resume(run, "checkpoint.keep_last=1")
+    assert "not used: checkpoint.keep_last: 2 -> 1\n" in capsys.readouterr().err
+    assert [folder.name for folder in checkpoint.list_checkpoints(run)] == ["step-00000004", "step-00000008"]
+    resume(run, "checkpoint.keep_last=1", "training.max_steps=9")
+    assert [folder.name for folder in checkpoint.list_checkpoints(run)] == ["step-00000009"]
+
+
 def test_changed_settings_are_told_and_the_earlier_ones_are_kept(run, capsys):
     before = (run / "config.yaml").read_bytes()
     changes = ["optimizer.learning_rate=0.5", "seed=7", "model.state_dropout=0.25"]
@@ -169,6 +180,8 @@ def test_changed_settings_are_told_and_the_earlier_ones_are_kept(run, capsys):
     assert (run / "config.1.yaml").read_bytes() == before
     assert load_settings(run / "config.yaml").optimizer.learning_rate == 0.5
     assert last_step(run) == 9
+    assert verify(run).damaged == []
+    (run / "config.1.yaml").write_text("a_setting_of_another_version: 1")
     assert verify(run).damaged == []
     (run / "config.1.yaml").write_text("model: [")
     assert [line for line in verify(run).damaged if "config.1.yaml" in line]
@@ -303,6 +316,78 @@ def test_a_run_whose_last_updates_were_all_skipped_fails(tmp_path, monkeypatch, 
     monkeypatch.undo()
     finished = train(tmp_path, valid, "evaluation.every_steps=4")
     assert (finished / "FINISHED").exists()
+
+
+def test_one_skipped_update_at_the_end_is_no_divergence(tmp_path, monkeypatch):
+    original = loop.Steps._count
+
+    def count(self, update, sentences, words):
+        original(self, update if self.position.step != 9 else replace(update, nll=math.nan), sentences, words)
+
+    monkeypatch.setattr(loop.Steps, "_count", count)
+    valid = f"data.valid={tmp_path / 'valid.txt'}"
+    run = train(tmp_path, valid, "evaluation.every_steps=4", "training.max_steps=9")
+    assert (run / "FINISHED").exists()
+    assert checkpoint.latest(run).name == "step-00000009"
+
+
+def test_the_failure_of_a_diverged_run_cannot_be_removed(tmp_path):
+    """Nor forgotten: a kill between the last checkpoint and the file FAILED leaves the same."""
+    diverging = [*DIVERGING, f"data.valid={tmp_path / 'train.txt'}", "training.max_steps=1"]
+    with pytest.raises(loop.TrainingStopped) as first:
+        train(tmp_path, *diverging)
+    run = tmp_path / "runs" / "small"
+    assert checkpoint.latest(run).name == "step-00000001"  # the diverged one, which is none to go back to
+    assert "checkpoint to go back to: none;" in str(first.value)
+    (run / "FAILED").unlink()
+    with pytest.raises(loop.TrainingStopped) as second:
+        train(tmp_path, *diverging, "resume=auto")
+    assert str(second.value) == str(first.value)
+    assert (run / "FAILED").exists()
+    assert not (run / "FINISHED").exists()
+
+
+def test_a_run_without_a_validation_text_fails_if_it_diverges(tmp_path):
+    with pytest.raises(loop.TrainingStopped, match=r"at its end, step 6, \d of the last 6 updates were not finite"):
+        train(tmp_path, *DIVERGING, "data.valid=null")
+    assert (tmp_path / "runs" / "small" / "FAILED").exists()
+
+
+def position_after(steps: int, skipped: set[int], evaluated: tuple[int, ...] = ()) -> Position:
+    position = Position()
+    for step in range(1, steps + 1):
+        position.step = step
+        if step in skipped:
+            position.skip()
+        else:
+            position.skipped_in_a_row = 0
+        if step in evaluated:
+            position.take_evaluation(1.0, 0)
+    return position
+
+
+@pytest.mark.parametrize(
+    ("steps", "skipped", "evaluated", "why"),
+    [
+        (9, {9}, (), ""),
+        (100, {99, 100}, (), ""),
+        (100, {98, 99, 100}, (), "3 of the last 20 updates were not finite"),
+        (100, set(range(82, 100, 2)) | {95, 97, 99}, (), "12 of the last 20 updates were not finite"),
+        (9, {2, 3, 4, 5, 6, 7, 9}, (), "7 of the last 9 updates were not finite"),
+        (2, {1, 2}, (), "no update was finite"),
+        (2, {1, 2}, (2,), "no update was finite"),
+        (9, {9}, (4, 8, 9), ""),
+        (10, {9, 10}, (4, 8, 10), ""),
+        (12, {9, 10, 11, 12}, (4, 8, 12), "no update since the evaluation before was finite"),
+        (12, {10, 11, 12}, (4, 8, 12), ""),
+        (12, {10, 11, 12}, tuple(range(1, 13)), "no update since the evaluation before was finite"),
+        (9, {2, 3, 4, 6, 7, 8}, (9,), ""),  # a finite evaluation tells that the weights can be used
+    ],
+)
+def test_what_divergence_is(steps, skipped, evaluated, why):
+    position = position_after(steps, skipped, evaluated)
+    assert position.divergence() == why
+    assert Position.of(json.loads(json.dumps(asdict(position)))) == position  # after a resume it is the same
 
 
 def test_a_run_that_failed_is_left_alone(run, monkeypatch):

@@ -277,6 +277,7 @@ def test_yaml_surprises_stay_out(config: Path) -> None:
 
 def test_name_from_the_file(tmp_path: Path) -> None:
     names = {"a b": "a-b", ".hidden": "hidden", "größe": "größe", "…": "run", "ptb_4096.v2": "ptb_4096.v2"}
+    names |= {"a--b": "a--b", "a - b": "a---b", "a  b": "a-b"}  # as ever: runs of these names are resumed
     names["gro\u0308\u00dfe"] = "größe"  # as some systems write it
     for stem, name in names.items():
         path = tmp_path / f"{stem}.yaml"

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import command_line
 from lm_pcfg.corpus.opening import load_corpora
 from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
+from lm_pcfg.corpus.unknown import Unknown
 from lm_pcfg.corpus.vocabulary import VocabularyOptions
 from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.errors import UserError
@@ -109,6 +110,25 @@ def test_shards_give_the_vocabulary_and_the_counts_of_the_text(shards):
         again = load_corpora(settings, corpora.vocabulary, min_length=1)  # as a resumed run does
         assert again.vocabulary.hash == corpora.vocabulary.hash
         assert corpora.valid.end_of_sentence == (eos == "explicit")
+
+
+def test_unknown_words_of_a_validation_text_in_any_form(shards):
+    """A `<unk>` of the text itself is none; a prepared text does not tell, and is not said to have many."""
+    lines = ["the <unk> cat", "<unk> <unk>", "", "the strange cat"]
+    for name in ("valid.jsonl", "new.txt"):
+        write_shard(shards / name, lines)
+    existing = PrepareOptions(existing=str(shards / "prepared"))
+    prepare([str(shards / "new.txt")], shards / "new", existing, processes=1)
+    data = SOURCES["prepared"](shards)
+    found = [
+        load_corpora(settings_for(shards, data=data | {"valid": str(shards / name)}), None, 1).valid.unknown_words
+        for name in ("new.txt", "valid.jsonl", "new")
+    ]
+    assert found == [Unknown(1, 3, 8), Unknown(1, 3, 8), Unknown(4, None, 8)]
+    assert (found[2].share, found[2].warning("valid")) == (None, None)
+    assert str(found[2]) == "4 <unk>, for unknown words or in the text itself"
+    assert found[2].brief == "share of unknown words not known"
+    assert Unknown(0, None, 8).share == 0.0
 
 
 def test_lines_left_out_are_in_the_metrics(shards):

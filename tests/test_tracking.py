@@ -437,7 +437,16 @@ class TestScores:
         for options in (["--no-track"], ["--checkpoint", str(run)]):  # not wanted; a mixture is no run
             self.score(run, *options)
         assert not any(name.startswith("score/") for name in store.get_run(run_id).data.metrics)
+        exported = run / "exports" / "pruned"  # another model than the run's, for all one knows
+        text = str(run.parents[1] / "valid.txt")
+        for words in (["export", str(run), str(exported)], ["score", text, "--checkpoint", str(exported)]):
+            result = CliRunner().invoke(app, words)
+            assert result.exit_code == 0, result.output
+        assert not any(name.startswith("score/") for name in store.get_run(run_id).data.metrics)
         report = json.loads(self.score(run, "--json").stdout)
+        other = json.loads(self.score(run, "--json", "--max-length", "5", "--weights", "raw").stdout)
+        name = "score/valid.txt-weights-raw-max-length-5/ppl"
+        assert store.get_run(run_id).data.metrics[name] == pytest.approx(other["ppl"])
         found = store.get_run(run_id)
         assert found.data.metrics["score/valid.txt/ppl"] == pytest.approx(report["ppl"])
         assert found.data.metrics["score/valid.txt/unknown_share"] == pytest.approx(report["unknown_share"])
@@ -445,6 +454,15 @@ class TestScores:
         assert json.loads(found.data.tags["score.valid.txt"])["checkpoint"] == report["checkpoint"]
         assert found.info.status == "FINISHED"
         assert len(store.search_runs([found.info.experiment_id])) == before
+
+    def test_a_server_that_does_not_answer_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        answer = threading.Event()
+        monkeypatch.setattr(tracked_scores.ScoreLog, "_log", lambda log: str(answer.wait()))
+        began, warnings = time.monotonic(), list[str]()
+        tracked_scores.ScoreLog("http://127.0.0.1:1", "1").send("a", 1, {"ppl": 2.0}, warnings.append)
+        assert time.monotonic() - began < 2.5  # it began after the result
+        answer.set()
+        assert "no answer within 2 s" in warnings[0]
 
     def test_only_rank_0_logs(self, run: Path, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RANK", "1")
@@ -468,7 +486,7 @@ class TestScores:
 
     def test_a_dead_server_is_one_line_after_the_result(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", DEAD_SERVER)
-        monkeypatch.setattr(tracked_scores, "SECONDS", 0.2)
+        monkeypatch.setattr(tracked_scores, "SECONDS_FOR_A_SERVER", 0.2)
         result = self.score(run, "--json")
         assert "ppl" in json.loads(result.stdout)
         (line,) = [line for line in result.stderr.splitlines() if "MLflow" in line]

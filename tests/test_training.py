@@ -157,6 +157,7 @@ def test_a_best_link_left_behind_by_a_kill_is_repaired(tmp_path):
     newest = checkpoint.latest(folder)
     assert (folder / "best").resolve() == newest.resolve()
     checkpoint.point_best(folder, checkpoint.list_checkpoints(folder)[0])
+    (folder / "FINISHED").unlink()  # a kill came before it, too
     run(tmp_path, "resume=auto")
     assert (folder / "best").resolve() == newest.resolve()
 

@@ -38,7 +38,7 @@ class Sentences:
     end_of_sentence: bool
     unknown_id: int = 0
     unit: str = "words"  # what the ids are of: words, or pieces of words
-    literal_unknown: int = 0  # `<unk>` that are written in the text; a prepared corpus does not tell them apart
+    literal_unknown: int | None = 0  # `<unk>` that are written in the text; None: not known, of a prepared corpus
     limits: np.ndarray | None = None  # int32 [sum of lengths, 2]: brackets, see brackets.py; None: there are none
     skipped: Skipped = field(default_factory=Skipped)
     damage: Damage = field(default_factory=Damage)  # always none: a text in memory is whole
@@ -83,7 +83,7 @@ class Sentences:
     @cached_property
     def unknown_words(self) -> Unknown:
         """What to say beside a perplexity."""
-        return Unknown(self.unknown - self.literal_unknown, self.literal_unknown, self.words, self.unit)
+        return Unknown(self.unknown - (self.literal_unknown or 0), self.literal_unknown, self.words, self.unit)
 
     @property
     def remark(self) -> str:
@@ -125,8 +125,10 @@ def sentences_within(
 ) -> Sentences:  # fmt: skip
     """Return the lines that the limits keep. ids: packed one line after another, without `<eos>`.
 
-    literal: how many `<unk>` are written in each line, where that is known: [lines]
+    literal: how many `<unk>` are written in each line, where that is known: [lines]. Pieces have none (unknown.py).
     """
+    if literal is None and vocabulary.unit != "words":
+        literal = np.zeros(len(lengths), np.int64)
     ends = vocabulary.end_id is not None
     kept = limits.judge(lengths, ends) == KEPT
     words, chart_lengths = with_ends(ids[np.repeat(kept, lengths)], lengths[kept], vocabulary.end_id)
@@ -137,7 +139,7 @@ def sentences_within(
         end_of_sentence=ends,
         unknown_id=vocabulary.unknown_id,
         unit=vocabulary.unit,
-        literal_unknown=0 if literal is None else int(literal[kept].sum()),
+        literal_unknown=None if literal is None else int(literal[kept].sum()),
         skipped=Histogram.of(lengths).skipped(limits, ends),
     )
 

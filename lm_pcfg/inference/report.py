@@ -22,6 +22,7 @@ from lm_pcfg.corpus.unknown import WARN_FROM, percent
 from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE
 from lm_pcfg.errors import UserError
 from lm_pcfg.storage.metrics_file import read_metrics
+from lm_pcfg.storage.run_folder import failure_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Run:
     nonterminals: int | None = None
     epochs_planned: int | None = None
     finished: bool = False
+    failure: str | None = None  # why it has failed; None: it has not
     epochs: int = 0  # begun
     steps: int = 0
     seconds: float = 0.0
@@ -99,7 +101,7 @@ def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl; give one like runs/tiny"
         )
     run = Run(name, _unit(folder / "vocab"), finished=(folder / "FINISHED").exists())
-    run.folder = folder
+    run.folder, run.failure = folder, failure_of(folder)
     settings = _read_config(config, warn)
     run.nonterminals = _whole(settings, "model", "nonterminals")
     run.epochs_planned = _whole(settings, "training", "epochs")
@@ -185,6 +187,7 @@ def summary(run: Run, reach: float | None = None) -> dict[str, Any]:
         "run": run.name,
         "nonterminals": run.nonterminals,
         "finished": run.finished,
+        "failure": run.failure,
         "epochs": run.epochs,
         "epochs_planned": run.epochs_planned,
         "steps": run.steps,
@@ -227,7 +230,7 @@ def cells(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         return {title.format(unit[:-1] if unit else "token"): of(unit) for unit in units}
 
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "run": lambda line: line["run"] + ("" if line["finished"] else " (unfinished)"),
+        "run": lambda line: line["run"] + _how_it_ended(line),
         "N": lambda line: shown(line, "nonterminals", ",d"),
         "epoch": lambda line: f"{line['epochs']}/{shown(line, 'epochs_planned', 'd')}",
         "steps": lambda line: shown(line, "steps", ",d"),
@@ -242,6 +245,15 @@ def cells(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     if lines and "reach" in lines[0]:
         columns[f"s to {lines[0]['reach']:g}"] = lambda line: shown(line, "reached_seconds", ",.1f")
     return list(columns), [[show(line) for show in columns.values()] for line in lines]
+
+
+def _how_it_ended(line: dict[str, Any]) -> str:
+    return " (failed)" if line["failure"] else "" if line["finished"] else " (unfinished)"
+
+
+def failures(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Say which runs have failed, and why."""
+    return [f"{line['run']} has failed: {line['failure']}" for line in lines if line["failure"]]
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:

@@ -134,7 +134,7 @@ def score_lines(
         result.is_scored.append(value is not None and math.isfinite(value))
         yield value
     unknown = result.unknown(vocabulary.unit)
-    warn_of_unknown(name, unknown.count + unknown.literal, vocabulary, warn)
+    warn_of_unknown(name, result.unknown_words + result.literal_unknown, vocabulary, warn)
     if message := unknown.warning(name):
         warn(message)
     warnings.summarise()

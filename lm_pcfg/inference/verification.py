@@ -12,7 +12,7 @@ from lm_pcfg.corpus.pieces import load_vocabulary
 from lm_pcfg.corpus.shards import prepared
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference.trained import read_stored
-from lm_pcfg.settings_file import load_settings
+from lm_pcfg.settings_file import load_settings, read_yaml
 from lm_pcfg.storage import checkpoint, exported, run_folder
 from lm_pcfg.storage.metrics_file import check_metrics
 from lm_pcfg.training.documents import open_settings, open_vocabulary
@@ -63,7 +63,7 @@ def _verify_run(run: Path, on_checkpoint: Callable[[], None]) -> Findings:
         _try(lambda: load_settings(run / checkpoint.CONFIG), found)
         _try(lambda: load_vocabulary(run / checkpoint.VOCABULARY), found)
     for earlier in run_folder.earlier_configs(run):
-        _try(partial(load_settings, earlier), found)
+        _try(partial(read_yaml, earlier), found)  # not by today's settings: another version may have written it
     if problem := checkpoint.dangling_best(run):
         found.damaged.append(problem)
     found.counts["metric_lines"], problems = check_metrics(run / "metrics.jsonl", (newest or {}).get("metrics"))

@@ -53,7 +53,7 @@ def report_page(
 def _figures(runs: Sequence[Run], reach: float | None) -> str:
     lines = [reports.summary(run, reach) for run in runs]
     columns, rows = reports.cells(lines)
-    notes = "".join(missing(reason) for reason in reports.incomparable(lines))
+    notes = "".join(missing(reason) for reason in [*reports.failures(lines), *reports.incomparable(lines)])
     return run_facts.comparison_notes(runs) + notes + table(columns, rows, cards=True)
 
 

@@ -15,7 +15,7 @@ from typing import IO, Protocol
 
 from lm_pcfg.console import warn
 from lm_pcfg.errors import UserError
-from lm_pcfg.settings import Settings
+from lm_pcfg.settings import Settings, former_names
 from lm_pcfg.storage import checkpoint, durable
 from lm_pcfg.storage.durable import replace_file
 
@@ -91,7 +91,7 @@ def choose_start(settings: Settings, launcher: str) -> Start:
             if _launched_by(own) == launcher:
                 return Start(own, continued=True)
     if settings.resume == "auto":
-        return Start(folder, continued=True)
+        return Start(_of_any_version(folder), continued=True)
     if settings.resume is False:
         return Start(_unused(folder))
     given = Path(str(settings.resume))
@@ -174,6 +174,15 @@ def read_tracking_id(folder: Path) -> str | None:
     file = folder / TRACKING_ID
     run_id = _note(file) if file.exists() else ""
     return run_id if re.fullmatch(r"[0-9A-Za-z_-]+", run_id) else None
+
+
+def _of_any_version(folder: Path) -> Path:
+    """Return the folder, or that of the name which an earlier version gave this run if there is only that one."""
+    formers = () if _is_run(folder) else map(folder.with_name, former_names(folder.name))
+    for former in filter(_is_run, formers):
+        warn(f"there is no {folder}: resume=auto means {former}, as an earlier version named this run")
+        return former
+    return folder
 
 
 def _unused(folder: Path) -> Path:

@@ -94,6 +94,9 @@ class State(_Shape):
     evaluations_since_best: Count = 0
     skipped: Count = 0
     skipped_in_a_row: Count = 0
+    skipped_steps: list[Count] = Field(default=[], max_length=1000)
+    evaluated_step: Count = 0
+    diverged: str = Field(default="", max_length=1000)
     ema_updates: Count = 0
     ranking: list[Annotated[list[Number], Field(min_length=3, max_length=3)]] = Field(default=[], max_length=10_000)
     window: WindowEntry | None = None

@@ -23,7 +23,7 @@ from lm_pcfg.corpus.opening import Corpora
 from lm_pcfg.corpus.span_f1 import labelled_spans, sentence_f1
 from lm_pcfg.corpus.stream import BatchStream
 from lm_pcfg.corpus.treebank import Tree
-from lm_pcfg.corpus.unknown import Unknown, percent
+from lm_pcfg.corpus.unknown import Unknown
 from lm_pcfg.distributed.collectives import Collectives
 from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.grammar.computation import EXACT
@@ -68,7 +68,7 @@ class Evaluation:
             "valid/nll": self.score.nll,
             "valid/tokens": self.score.tokens,
             "valid/impossible": self.score.impossible,
-            "valid/unknown_share": self.unknown.share,
+            **({} if self.unknown.share is None else {"valid/unknown_share": self.unknown.share}),
             "valid/recomputed": self.recomputed,
             "valid/seconds": round(self.seconds, 3),
             **(self.trees.metrics() if self.trees else {}),
@@ -78,8 +78,7 @@ class Evaluation:
     def describe(self) -> str:
         impossible = f", {self.score.impossible} sentences with probability 0" if self.score.impossible else ""
         trees = f", S-F1 {self.s_f1:.2f}" if self.s_f1 is not None else ""
-        unknown = f"{percent(self.unknown.share)} unknown {self.unknown.unit}"
-        return f"validation perplexity {self.score.perplexity:.3f}, {unknown}{impossible}{trees}"
+        return f"validation perplexity {self.score.perplexity:.3f}, {self.unknown.brief}{impossible}{trees}"
 
 
 def is_due(settings: EvaluationSection, step: int, stream: BatchStream, epoch: int, batch_before: int) -> bool:

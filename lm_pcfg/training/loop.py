@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lm_pcfg.console import Progress, duration, progress, say, warn
 from lm_pcfg.corpus import opening
 from lm_pcfg.corpus.sentences import Sentences
-from lm_pcfg.corpus.unknown import percent
 from lm_pcfg.distributed import launcher
 from lm_pcfg.distributed.collectives import lost_contact_reported
 from lm_pcfg.distributed.engine import Engine
@@ -29,10 +28,11 @@ from lm_pcfg.storage.saving import Saver, load_fitting, tidy
 from lm_pcfg.training.documents import documents, open_vocabulary
 from lm_pcfg.training.evaluation import evaluate, is_due
 from lm_pcfg.training.mlflow_run import Status, environment_json
-from lm_pcfg.training.position import Window
+from lm_pcfg.training.position import Position, Window
 from lm_pcfg.training.resumption import (
     Changes,
     changes_since,
+    good_checkpoint,
     how_to_continue,
     refusal_explained,
     tell_changes,
@@ -82,6 +82,8 @@ def train(settings: Settings) -> Path:
                 tell_finished(start.folder, finished, changes)
         else:
             kept = engine.on_main(lambda: folder.begin(dump_yaml(settings), steps.corpora.vocabulary, source))
+            if same_run and source is not None and continued is not None:
+                engine.on_main(partial(tidy_continued, steps, source, continued))
             description = engine.describe()
             if engine.is_main:
                 where = f", continued from step {steps.position.step}" if source else ""
@@ -104,19 +106,20 @@ def restore(steps: Steps, source: Path, *, same_run: bool) -> dict[str, Any]:
     loaded = engine.on_all(lambda: load_fitting(source, steps.skeleton, vocabulary.hash, engine.device))
     steps.restore(loaded)
     select, position = steps.settings.evaluation.select, steps.position
-    kept = steps.settings.checkpoint
-    best_steps = position.best_steps(kept.keep_best)
     if same_run and position.best_step is not None and (select == "trees") != (position.best_s_f1 is not None):
         position.forget_best()  # the two ways to choose cannot be compared
         if engine.is_main:
             warn(f"the best checkpoint is chosen by {select} from now on: the best so far is forgotten")
-    if same_run:
-        run = checkpoint.run_folder_of(source)
-        engine.on_main(lambda: checkpoint.repair_best(run, position.best_step))
-        engine.on_main(lambda: tidy(run, source, kept.keep_last, best_steps))
-    else:
-        steps.position.forget_best()
+    if not same_run:
+        position.forget_best()
     return loaded.state
+
+
+def tidy_continued(steps: Steps, source: Path, state: dict[str, Any]) -> None:
+    """Do what a kill after the checkpoint `source` of this run may have left undone; state: that of the checkpoint."""
+    run, kept = checkpoint.run_folder_of(source), steps.settings.checkpoint
+    checkpoint.repair_best(run, steps.position.best_step)
+    tidy(run, source, kept.keep_last, Position.of(state).best_steps(kept.keep_best))
 
 
 def nothing_left(steps: Steps) -> bool:
@@ -145,7 +148,6 @@ class Trainer:
         self.tracker = track(self.settings, folder, self.corpora.vocabulary, self.engine.is_main)
         self._continued, self._saved_step = continued, continued["step"] if continued else 0
         self._skipped_reported = self.position.skipped
-        self._evaluated_step, self._diverged = self.position.step, ""  # the last evaluation, and what was wrong then
         self._clock = time.perf_counter()  # up to here the seconds of training are counted
         self._shown: float | None = None  # when a loss was shown last
 
@@ -261,7 +263,7 @@ class Trainer:
     def _unknown(self) -> str:
         """What stands beside a validation perplexity, if words of that text are unknown."""
         unknown = self.corpora.valid.unknown_words if self.corpora.valid is not None else None
-        return f" ({percent(unknown.share)} unknown {unknown.unit})" if unknown is not None and unknown.count else ""
+        return f" ({unknown.brief})" if unknown is not None and unknown.count else ""
 
     def _report_skipped(self, bar: Progress) -> None:
         """Report every skipped update; too many in a row end the run, on all processes."""
@@ -282,20 +284,14 @@ class Trainer:
             )
 
     def _stop_if_diverged(self) -> None:
-        """A run that ends without a usable model has failed: its last evaluation, or all updates before it, tell."""
-        why = self._diverged or ("no update was finite" if self._no_finite_update() else "")
-        if why:
+        """A run that ends without a usable model has failed."""
+        if why := self.position.divergence():
             self.saver.wait()
             raise TrainingStopped(
                 f"the training diverged: at its end, step {self.position.step}, {why}; checkpoint to go back to: "
-                f"{checkpoint.best(self.folder.path) or checkpoint.latest(self.folder.path) or 'none'}; try a lower "
-                "learning rate or a longer warm-up"
+                f"{good_checkpoint(self.folder.path, self.position.step) or 'none'}; try a lower learning rate or a "
+                "longer warm-up"
             )
-
-    def _no_finite_update(self) -> bool:
-        """Whether all updates since the last evaluation were skipped."""
-        made = self.position.step - self._evaluated_step
-        return made > 0 and self.position.skipped_in_a_row >= made
 
     def _stop_agreed(self) -> bool:
         """Return whether any process was asked to stop. A checkpoint that could not be written ends the run on all."""
@@ -318,11 +314,6 @@ class Trainer:
             return False
         score = result.score
         nll = score.nll / score.tokens if score.tokens else None
-        if nll is None or not math.isfinite(nll):
-            self._diverged = "no sentence of the validation text has a finite probability"
-        else:
-            self._diverged = "no update since the evaluation before was finite" if self._no_finite_update() else ""
-        self._evaluated_step = self.position.step
         by_trees = self.settings.evaluation.select == "trees"
         improved = self.position.take_evaluation(nll, score.impossible, result.s_f1 if by_trees else None)
         self._record(result.metrics())
@@ -401,11 +392,12 @@ class Trainer:
         """Save a checkpoint of this step; `best` follows the validation text.
 
         While updates are being skipped save none: the weights may be spoilt, and good checkpoints must not be deleted
-        for them. Weights that were just found to be the best are an exception.
+        for them. Weights that were just found to be the best are an exception, and those of a run that has ended well.
         """
         steps, position = self.steps, self.position
         steps.finish_update()
-        if position.skipped_in_a_row and position.best_step != position.step:
+        ended_well = nothing_left(steps) and not position.divergence()
+        if position.skipped_in_a_row and position.best_step != position.step and not ended_well:
             return
         self._saved_step = position.step
         self._take_time()

@@ -9,6 +9,8 @@ from typing import Any
 from lm_pcfg.grammar.likelihood import perplexity
 
 _RANKED = 100  # more of the best checkpoints than anyone keeps
+_SEVERAL = 3  # updates in a row that are not finite: one alone may be a batch's fault
+_LOOKED_BACK = 20  # updates at the end of a run without a validation text
 
 
 @dataclass
@@ -38,6 +40,9 @@ class Position:
     evaluations_since_best: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    skipped_steps: list[int] = field(default_factory=list)  # the last of them
+    evaluated_step: int = 0  # the last evaluation
+    diverged: str = ""  # what was wrong then
     ema_updates: int = 0
     #: Evaluations, best first: [impossible, nll, step], or [-S-F1, nll, step] where trees decide
     ranking: list[list[float]] = field(default_factory=list)
@@ -49,6 +54,8 @@ class Position:
         nll: per token; None if no sentence had a probability. s_f1: given where trees decide, the highest is the best.
         """
         self.evaluation_pending = False
+        self.diverged = self._divergence_found(nll)
+        self.evaluated_step = self.step
         first = float(impossible) if s_f1 is None else -s_f1
         before = (math.inf, math.inf)
         if self.ranking:
@@ -65,6 +72,36 @@ class Position:
         else:
             self.evaluations_since_best += 1
         return improved
+
+    def skip(self) -> None:
+        """Count an update that was left out: loss or gradient were not finite."""
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.skipped_steps = [*self.skipped_steps, self.step][-_LOOKED_BACK:]
+
+    def _divergence_found(self, nll: float | None) -> str:
+        """Say what an evaluation finds wrong; skipped updates count if there are no others since the one before."""
+        if nll is None or not math.isfinite(nll):
+            return "no sentence of the validation text has a finite probability"
+        if self.skipped_in_a_row >= max(_SEVERAL, self.step - self.evaluated_step):
+            return "no update since the evaluation before was finite"
+        return self._nothing_learned()
+
+    def _nothing_learned(self) -> str:
+        return "no update was finite" if 0 < self.step <= self.skipped else ""
+
+    def divergence(self) -> str:
+        """Say why a run that ends here has no usable model; nothing if it has one.
+
+        Its evaluation tells. Without a validation text the last updates do.
+        """
+        if self.evaluated_step == self.step:
+            return self.diverged
+        last = min(self.step, _LOOKED_BACK)
+        skipped = sum(step > self.step - last for step in self.skipped_steps)
+        if not self._nothing_learned() and (self.skipped_in_a_row >= _SEVERAL or 2 * skipped > last):
+            return f"{skipped} of the last {last} updates were not finite"
+        return self._nothing_learned()
 
     def forget_best(self) -> None:
         self.best_nll, self.best_impossible, self.best_step, self.evaluations_since_best = None, 0, None, 0

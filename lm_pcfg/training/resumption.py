@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.run_folder import unfinished
+from lm_pcfg.storage.state_file import read_state
 from lm_pcfg.training.documents import flat, open_settings
 
 Changes = dict[str, tuple[Any, Any]]  # by setting: before, now
@@ -110,6 +111,16 @@ def tell_finished(folder: Path, how: str, changes: Changes) -> None:
     for other in unfinished(folder):
         say(f"{other} has not finished; {how_to_continue(other, f'name={other.name}')}")
     say("to train it further, raise training.epochs or training.max_steps; for another run, leave resume=... out")
+
+
+def good_checkpoint(run: Path, before: int) -> Path | None:
+    """Return the checkpoint of an earlier step to go back to: the best, or the newest that had not diverged."""
+    for folder in (checkpoint.best(run), *reversed(checkpoint.list_checkpoints(run))):
+        with suppress(UserError):  # one that is damaged
+            state = read_state(folder / checkpoint.STATE) if folder is not None else None
+            if state is not None and state["step"] < before and not state.get("diverged"):
+                return folder
+    return None
 
 
 # ---- the command that continues a run -------------------------------------------------------------------------------

@@ -256,8 +256,7 @@ class Steps:
             window.words += words
             window.gradient_norm += update.gradient_norm
         else:
-            position.skipped += 1
-            position.skipped_in_a_row += 1
+            position.skip()
             window.skipped += 1
 
     # ---- weights and state ------------------------------------------------------------------------------------------

@@ -23,7 +23,9 @@ from lm_pcfg.training.tracking import ENVIRONMENT, default_store
 
 FIGURES = ("ppl", "ppl_per_word", "ppl_per_byte", "ppl_words", "nll", "tokens", "skipped", "unknown_share")
 DETAILS = ("file", "checkpoint", "weights", "precision", "unit", "unknown_words", "literal_unknown")
-SECONDS = 8.0  # that a command waits for MLflow, after its result
+SECONDS = 8.0  # that a command waits for a store on this machine, after its result
+SECONDS_FOR_A_SERVER = 2.0  # it may be dead
+_SERVERS = ("http://", "https://", "databricks")
 
 
 class ScoreLog:
@@ -44,9 +46,10 @@ class ScoreLog:
         metrics = {valid_name(f"score/{name}/{figure}"): float(value) for figure, value in numbers.items()}
         details = {detail: report[detail] for detail in DETAILS if detail in report}
         self.given.put((step, metrics, {valid_name(f"score.{name}"): json.dumps(details)}))
-        self._thread.join(SECONDS)
+        seconds = SECONDS_FOR_A_SERVER if self.uri.startswith(_SERVERS) else SECONDS
+        self._thread.join(seconds)
         if self.outcome not in ("logged", "not there"):
-            why = f"no answer within {SECONDS:g} s" if self._thread.is_alive() else self.outcome
+            why = f"no answer within {seconds:g} s" if self._thread.is_alive() else self.outcome
             warn(f"MLflow: this score was not logged ({why}); --no-track leaves MLflow alone")
         return self.outcome
 
@@ -72,6 +75,12 @@ class ScoreLog:
             tags=[RunTag(*tag) for tag in tags.items()],
         )
         return "logged"
+
+
+def score_name(file: str, **options: Any) -> str:
+    """Return what the score of a file is called; options: those that change it and are not the default."""
+    name = Path(file).name if file != "-" else "stdin"
+    return "-".join([name, *(f"{option.replace('_', '-')}-{value}" for option, value in options.items())])
 
 
 @contextlib.contextmanager
@@ -102,7 +111,7 @@ def _open(run: Path) -> ScoreLog | None:
 
 def is_there(uri: str, run_id: str) -> bool:
     """Whether a store has this run. To open a store with MLflow would make it, where that can be done."""
-    if uri.startswith(("http://", "https://", "databricks")):
+    if uri.startswith(_SERVERS):
         return True  # a server is nothing that we could make; it refuses a run that it does not have
     if (file := sqlite_file(uri)) is not None:
         return sqlite_has_run(file, run_id)

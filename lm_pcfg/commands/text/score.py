@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from inspect import signature
 from typing import Annotated, Any, Literal, TextIO
 
 import typer
@@ -52,14 +52,20 @@ def score(
     from lm_pcfg.inference.lines import count_lines
     from lm_pcfg.inference.score import TextScore, score_lines, score_report
     from lm_pcfg.storage.checkpoint import run_folder_of
-    from lm_pcfg.training.tracked_scores import score_log
+    from lm_pcfg.storage.exported import is_export
+    from lm_pcfg.training.tracked_scores import score_log, score_name
 
     check_there(file)
     mixture = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True).grammars
     if root == "nonterminals":
         mixture = tuple(one.with_root_over_nonterminals() for one in mixture)
     result = TextScore(bounds=bounds_wanted(mixture, samples, seed))
-    with score_log(run_folder_of(mixture[0].checkpoint), track and len(mixture) == 1) as log:
+    own = mixture[0].checkpoint
+    given = {"root": root, "weights": weights, "precision": precision, "max_length": max_length, "samples": samples}
+    usual = signature(score).parameters
+    how = {option: value for option, value in given.items() if value != usual[option].default}
+    # An export inside a run is another model than the run's.
+    with score_log(run_folder_of(own), track and len(mixture) == 1 and not is_export(own)) as log:
         # Values on a terminal are progress enough.
         with progress("lines scored", count_lines(file), show=not (per_sentence and sys.stdout.isatty())) as bar:
             values = score_lines(
@@ -76,9 +82,7 @@ def score(
             print_report(report, result.bounds is not None, sys.stderr if per_sentence else sys.stdout)
         if log is not None:
             sys.stdout.flush()  # the result does not wait for MLflow
-            name = Path(file).name if file != "-" else "stdin"
-            how = "-root-nonterminals" if root == "nonterminals" else ""
-            log.send(name + how, mixture[0].state["step"], report, warn)
+            log.send(score_name(file, **how), mixture[0].state["step"], report, warn)
 
 
 def print_report(report: dict[str, Any], is_bound: bool, out: TextIO) -> None:

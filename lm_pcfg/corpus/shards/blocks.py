@@ -39,6 +39,7 @@ class BlockText:
     ids: np.ndarray  # int32, without ends of sentences
     offsets: np.ndarray  # int64 [lines + 1]
     lines: np.ndarray  # int64 [lines]: numbers of the lines in the corpus
+    literal: np.ndarray | None = None  # int64 [lines]: how many `<unk>` are written in each; None: not known
 
 
 class ShardedCorpus(ABC):
@@ -179,11 +180,13 @@ class StreamedText:
             for number in range(len(source.corpus.blocks))
         ]
         none = [np.empty(0, np.int64)]
+        literal = [block.literal for block, _ in blocks if block.literal is not None]
         sentences = sentences_within(
             self.limits,
             ids=np.concatenate([block.ids for block, _ in blocks] or none),
             lengths=np.concatenate([np.diff(block.offsets) for block, _ in blocks] or none),
             line_numbers=np.concatenate([first_line + block.lines + 1 for block, first_line in blocks] or none),
             vocabulary=self.vocabulary,
+            literal=np.concatenate(literal or none) if len(literal) == len(blocks) else None,
         )
         return replace(sentences, skipped=self.skipped)

@@ -41,6 +41,7 @@ from lm_pcfg.corpus.shards.shapes import (
     with_checksum,
 )
 from lm_pcfg.corpus.text import read_bounded
+from lm_pcfg.corpus.unknown import literals
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions
 from lm_pcfg.errors import UserError
 from lm_pcfg.storage.durable import make_folder, replace_file
@@ -283,7 +284,7 @@ class RawCorpus(ShardedCorpus):
 
     def read(self, block: int) -> BlockText:
         parts = [self._read_chunk(chunk) for chunk in self.blocks[block].chunks]  # the text of one at a time
-        ids, lengths, invalid = (np.concatenate(some) for some in zip(*parts, strict=True))
+        ids, lengths, literal, invalid = (np.concatenate(some) for some in zip(*parts, strict=True))
         if Histogram.of(np.where(invalid, INVALID, lengths)) != self.blocks[block].histogram:
             raise changed(self._files[self.blocks[block].chunks[0].shard])
         full = np.flatnonzero(lengths)
@@ -291,6 +292,7 @@ class RawCorpus(ShardedCorpus):
             ids=ids,
             offsets=np.concatenate([[0], np.cumsum(lengths[full])]),
             lines=self.blocks[block].first_line + full,
+            literal=literal[full],
         )
 
     def verify(self, *, always: bool) -> None:
@@ -320,8 +322,11 @@ class RawCorpus(ShardedCorpus):
                 "match the sha256 of the index; put the file back, or `touch` it if it was meant to change"
             )
 
-    def _read_chunk(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids of all lines (int32), how many each has (int64), and which cannot be read (bool)."""
+    def _read_chunk(self, chunk: Chunk) -> tuple[np.ndarray, ...]:
+        """Return the ids of all lines (int32); how many each has, and how many `<unk>` are written in it (int64).
+
+        Last come those that cannot be read (bool).
+        """
         self._reader = self._reader or RowReader(self._options.field)
         path = self._files[chunk.shard]
         rows = self._reader.read(path, chunk)
@@ -331,7 +336,8 @@ class RawCorpus(ShardedCorpus):
         ids = self._vocabulary.tokenise([line or "" for line in lines])
         lengths = np.array([len(own) for own in ids], dtype=np.int64)
         flat = np.fromiter((id for own in ids for id in own), dtype=np.int32, count=int(lengths.sum()))
-        return flat, lengths, np.array([line is None for line in lines], dtype=bool)
+        literal = np.array([literals(line or "", self._vocabulary) for line in lines], dtype=np.int64)
+        return flat, lengths, literal, np.array([line is None for line in lines], dtype=bool)
 
 
 def _to_json(index: ShardIndex) -> dict[str, Any]:
