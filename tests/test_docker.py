@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -166,6 +167,6 @@ def test_servers_have_a_health_check_and_their_data_lies_in_volumes():
 
 @pytest.mark.long
 def test_mlflow_has_the_options_of_the_service():
-    result = subprocess.run(["mlflow", "server", "--help"], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-m", "mlflow", "server", "--help"], capture_output=True, text=True)
     options = [word.split("=")[0] for word in COMPOSE["services"]["mlflow"]["command"][1:]]
     assert [option for option in options if option not in result.stdout] == [], result.stderr

@@ -34,6 +34,7 @@ from shards import random_lines, write_shard
 from texts import write_config, write_text
 
 TIMED = ("time", "train/words_per_second", "train/sentences_per_second", "train/seconds", "valid/seconds")
+WARNING = re.compile("warning: (?!valid: .* unknown)")  # of unknown words there are many in so small a text
 SIGNS_OF_A_BUG = re.compile("Traceback|Exception")
 
 
@@ -182,7 +183,7 @@ class Sweep:
         result = self._try()
         found = outcome(self.programme.watched) if result.status == 0 else {}
         differing = [name for name in {**self.wanted, **found} if self.wanted.get(name, ()) != found.get(name, ())]
-        if result.status != 0 or differing or SIGNS_OF_A_BUG.search(result.said) or "warning: " in result.said:
+        if result.status != 0 or differing or SIGNS_OF_A_BUG.search(result.said) or WARNING.search(result.said):
             self._note(f"{what}, then status {result.status}: {result.said} {differing=}")
 
 
