@@ -520,7 +520,8 @@ def test_charts_without_memory_for_a_graph_are_launched_and_that_is_said(monkeyp
 
     rules = Rules(*random_rules(4, 6, root="nonterminals", dtype=torch.float32))
     bucket = graphs.bucket_of(rules, random_emissions(4, 6), [2, 2], "fp32", torch.float32, False)
-    emissions = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+    emissions = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(graphs, "bucket_of", lambda *_: bucket)
     monkeypatch.setattr(graphs, "Arena", Full)
