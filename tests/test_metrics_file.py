@@ -228,7 +228,8 @@ class TestWhatACheckpointRemembers:
         assert check_metrics(path, mark)[1] == []
 
     @pytest.mark.parametrize(
-        ("keep", "message"), [(3, "2 of 5 lines are missing"), (0, "5 of 5 lines are missing")], ids=["some", "all"]
+        ("keep", "message"),
+        [(4, "1 of 5 lines are missing"), (3, "2 of 5 lines are missing"), (0, "5 of 5 lines are missing")],
     )
     def test_what_a_power_cut_took_is_told(self, tmp_path: Path, keep: int, message: str) -> None:
         path = tmp_path / "metrics.jsonl"
