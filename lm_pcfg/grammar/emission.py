@@ -164,8 +164,8 @@ class Emission(NamedTuple):
         size = largest_logit(self.features.flatten(0, -2), self.embeddings)
         return (
             f"logits of the emission reach {size:.0e}: the training has become unstable, and bf16 or fp32 no "
-            "longer compute it right (`score` has fp64 for words, enough up to 1e12); begin anew with another seed or a "
-            "lower rate"
+            "longer compute it right (`score` has fp64 for words, enough up to 1e12); begin anew with another seed or "
+            "a lower rate"
         )
 
     def entropies(self, rows: int = 1024) -> Tensor:
