@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lm_pcfg.commands import bench, doctor, export, glossary, info, prepare, report, search, serve, train, verify
+from lm_pcfg.commands import bench, doctor, export, fit, glossary, info, prepare, report, search, serve, train, verify
 from lm_pcfg.commands.output import WholeHelp
 from lm_pcfg.commands.text import evaluate, next_word, parse, sample, score, suite, surprisal
 from lm_pcfg.console import say
@@ -38,6 +38,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": export.export,
     "report": report.report,
     "search": search.search,
+    "fit": fit.fit,
     "serve": serve.serve,
     "glossary": glossary.glossary,
     "doctor": doctor.doctor,

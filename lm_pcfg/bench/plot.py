@@ -1,4 +1,4 @@
-"""Plots as SVG text: learning curves, the parts of a training step, the times of kernels.
+"""Plots as SVG text: learning curves, scaling laws, the parts of a training step, the times of kernels.
 
 No plotting library is needed to draw them, or to look at them. Rows of benchmarks are as they stand in the CSV.
 """
@@ -11,6 +11,7 @@ from html import escape
 from itertools import pairwise
 from typing import NamedTuple
 
+from lm_pcfg.bench.laws import Fit, Trained
 from lm_pcfg.inference.report import Point, Run
 
 Row = Mapping[str, object]
@@ -163,14 +164,14 @@ def time_unit(runs: Sequence[Run]) -> tuple[str, float]:
 
 def _panel(
     panel: Panel, curves: Sequence[Curve], title: str, end: float, low: float, high: float, logarithmic: bool,
-    reach: float | None = None, clip: str = "",
+    reach: float | None = None, clip: str = "", begin: float = 0.0,
 ) -> list[str]:  # fmt: skip
-    """Draw curves between 0 and end, low and high, with their axes, and a line at `reach`."""
+    """Draw curves with their axes, and a line at `reach`. begin: above 0, equal distances across are equal ratios."""
     left, width, height, top = panel
     bottom, clip = top + height, clip or f"panel{left}"
 
     def x(value: float) -> float:
-        return left + width * value / end
+        return left + width * (math.log(value / begin) / math.log(end / begin) if begin else value / end)
 
     def y(value: float) -> float:
         share = math.log(value / low) / math.log(high / low) if logarithmic else (value - low) / (high - low)
@@ -178,9 +179,9 @@ def _panel(
 
     area = f'<rect x="{left}" y="{top}" width="{width + 4}" height="{height}"/>'
     parts = [f'<clipPath id="{clip}">{area}</clipPath>']
-    for tick in _ticks(end, most=max(2, width // 53)):
+    for tick in _ticks_of_ratios(begin, end) if begin else _ticks(end, most=max(2, width // 53)):
         parts.append(_line([(x(tick), top), (x(tick), bottom)], GRID))
-        parts.append(_text(x(tick), bottom + 16, f"{tick:,g}", "middle"))
+        parts.append(_text(x(tick), bottom + 16, _short(tick) if begin else f"{tick:,g}", "middle"))
     for tick in _logarithmic_ticks(low, high) if logarithmic else _ticks_between(low, high):
         parts.append(_line([(left, y(tick)), (left + width, y(tick))], GRID))
         parts.append(_text(left - 6, y(tick) + 4, f"{tick:g}", "end"))
@@ -215,6 +216,40 @@ def _linear_range(curves: Sequence[Curve]) -> tuple[float, float]:
         high = min(high, low * MOST_ABOVE_LOWEST)
     room = 0.04 * (high - low) or 0.05 * abs(low) or 1.0
     return low - room, high + room
+
+
+def draw_laws(fitted: Fit) -> str:
+    """Draw the losses of runs (dots) and their laws (lines) over nonterminals, training words and seconds."""
+    losses = [run.loss for run in fitted.runs]
+    room = 0.06 * (max(losses) - min(losses)) or 0.1
+    parts = [_text(8, 18, "Validation loss, nats a token: runs (dots) and laws (lines)")]
+    left, bottom, most = GAP, TOP + PANEL_HEIGHT + 60, 1
+    for name, title, group_of in (
+        ("nonterminals", "nonterminals", lambda run: f"{_short(run.words)} words"),
+        ("words", "training words", lambda run: f"{run.nonterminals:,} nonterminals"),
+        ("seconds", "seconds of training", lambda run: ""),
+    ):
+        places = [float(getattr(run, name)) for run in fitted.runs]
+        begin, end = min(places) / 1.3, max(places) * 1.3
+        across = [begin * (end / begin) ** (number / 40) for number in range(41)]
+        groups: dict[str, list[Trained]] = {}
+        for run in fitted.runs:
+            groups.setdefault(group_of(run), []).append(run)
+        curves = []
+        for number, (label, runs) in enumerate(groups.items()):
+            colour, y = run_colour(number), bottom + 18 * number
+            dots = [(float(getattr(run, name)), run.loss) for run in runs]
+            curves.append(Curve(dots, colour, 'stroke-width="0"', dots=True))
+            if name in fitted.law.variables:
+                law = [(place, fitted.law.of(runs[0]._replace(**{name: place}))) for place in across]
+                curves.append(Curve(law, colour))
+            if label:
+                parts += [_bar(left, y - 10, 12, 12, colour), _text(left + 20, y, label)]
+        if name == "seconds" and fitted.compute:
+            curves.append(Curve([(place, fitted.compute.at(place)) for place in across], "#000000", TRAINING))
+        parts += _panel(Panel(left), curves, title, end, min(losses) - room, max(losses) + room, False, begin=begin)
+        left, most = left + PANEL_WIDTH + GAP, max(most, len(groups))
+    return _picture(left + 20, bottom + 18 * most, parts)
 
 
 def draw_steps(rows: Sequence[Row]) -> str:
@@ -320,6 +355,18 @@ def _round_step(length: float, most: int) -> float:
     """1, 2 or 5 times a power of ten, so that at most so many steps have this length."""
     power = 10.0 ** math.floor(math.log10(length / most))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= length * 0.999)
+
+
+def _ticks_of_ratios(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times powers of ten from low to high, or the powers alone where these are many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1,) if len(powers) > 4 else (1, 2, 5)
+    return [tick for power in powers for factor in factors if low <= (tick := factor * 10.0**power) <= high]
+
+
+def _short(number: float) -> str:
+    """Write a large number with two digits, so that texts of almost one size have one name: 16M for 16 million."""
+    return f"{number / 1e6:.2g}M" if number >= 1e6 else f"{float(f'{number:.2g}'):,g}"
 
 
 def _logarithmic_ticks(low: float, high: float) -> list[float]:
