@@ -174,6 +174,15 @@ def test_the_readme_says_what_is_typed_after_the_demo_and_how_long_it_takes():
     assert f"mlflow ui --backend-store-uri {default_store(Path())}" in others  # without it the page is empty
 
 
+def test_the_tests_that_guard_the_findings_are_there():
+    page = (REPOSITORY / "docs/lab/first-minutes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"`(test_\w+\.py)`: ((?:`\w+`(?:, )?)+)", page)
+    assert len(rows) > 30
+    for file, names in rows:
+        code = (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
+        assert all(len(re.findall(rf"def test_\w*{name}", code)) == 1 for name in re.findall(r"\w+", names)), names
+
+
 # ---- without a clone ------------------------------------------------------------------------------------------------
 
 
