@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections import Counter, defaultdict
@@ -280,6 +281,9 @@ def test_a_run_of_pieces_counts_its_pieces(tmp_path, eos):
     assert own["ppl"] == pytest.approx(math.exp(own["nll"] / tokens))
     assert own["ppl_per_word"] == pytest.approx(math.exp(own["nll"] / 9))
     assert own["vocabulary"] == types
+    (tmp_path / "valid.txt.gz").write_bytes(gzip.compress((tmp_path / "valid.txt").read_bytes()))
+    again = compare_with_run(run, str(tmp_path / "valid.txt.gz"), 3, silent)
+    assert {name: again[name] for name in ALIKE} == {name: own[name] for name in ALIKE}
     assert math.isfinite(own["unigram_ppl"])  # though pieces of the second line are not in the training text
     assert set(held_out[1]) - {piece for line in split(lines) for piece in line}
 

@@ -29,9 +29,10 @@ from lm_pcfg.corpus.opening import (
 )
 from lm_pcfg.corpus.pieces import SPACE, AnyVocabulary
 from lm_pcfg.corpus.sentences import Sentences, with_ends
+from lm_pcfg.corpus.shards.files import is_json, is_parquet
 from lm_pcfg.corpus.shards.prepared import is_prepared
 from lm_pcfg.corpus.shards.raw import RawOptions
-from lm_pcfg.corpus.text import STANDARD_INPUT, read_words
+from lm_pcfg.corpus.text import EMBEDDED_PREFIX, STANDARD_INPUT, read_words
 from lm_pcfg.corpus.vocabulary import UNKNOWN, VocabularyOptions
 from lm_pcfg.errors import UserError
 
@@ -55,7 +56,8 @@ class Texts:
         name, test = self.names["test"], self.test
         if test.unit == "words":
             return test.words
-        if not is_streamed(name):
+        path = Path(name)
+        if name.startswith(EMBEDDED_PREFIX) or (path.is_file() and not is_json(path) and not is_parquet(path)):
             scored = set(test.line_numbers.tolist())
             return sum(len(words) for number, words in enumerate(read_words(name), start=1) if number in scored)
         spaces = np.array([piece.count(SPACE) for piece in (*self.vocabulary.words, "")])  # each word begins with one
