@@ -10,6 +10,10 @@ class UserError(Exception):
     """The message is one line: what is wrong, where, and the way out."""
 
 
+class SettingsError(UserError, ValueError):
+    """Settings that cannot be used."""
+
+
 class FailedElsewhere(UserError):
     """Another process failed and says why; this one ends without a word."""
 

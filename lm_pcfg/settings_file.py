@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import reprlib
@@ -11,97 +10,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import ValidationError as PydanticError
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from lm_pcfg.console import say, warn
-from lm_pcfg.errors import UserError
+from lm_pcfg.errors import SettingsError
 from lm_pcfg.grammar import families
 from lm_pcfg.settings import ModelSection, Section, Settings, run_name, setting
-
-
-class SettingsError(UserError, ValueError):
-    """Settings that cannot be used; the message is one line for the user."""
-
-
-LARGEST_YAML = 1_000_000  # characters
-MOST_YAML_VALUES = 10_000
-
-
-# ---- YAML -----------------------------------------------------------------------------------------------------------
-
-# YAML 1.2 rather than 1.1: 2e-3 is a number; on, off, yes, no and dates are text; no octal, no base 60.
-_SCALARS = (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),  # the last ones are the first characters
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
-    ("float", r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)"
-              r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.0123456789")),
-)  # fmt: skip
-
-
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {}  # noqa: RUF012
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys: set[str] = set()
-        for key_node, _ in node.value:
-            key = str(key_node.value)
-            if key in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
-            keys.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes whatever YAML 1.1 or our loader would not read back as text."""
-
-
-for _tag, _pattern, _first in _SCALARS:
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, None if text.isprintable() else '"'),
-)
-_Dumper.add_representer(list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, True))
-
-
-def parse_yaml(text: str, where: str) -> Any:
-    if len(text) > LARGEST_YAML:
-        raise SettingsError(f"{where}: more than {LARGEST_YAML:,} characters are no settings; is it the right file?")
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if _expanded_size(node, {}) > MOST_YAML_VALUES:
-            raise SettingsError(f"{where}: its aliases (*name) stand for too many values; write the settings out")
-        return None if node is None else loader.construct_document(node)
-    except SettingsError:
-        raise
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise SettingsError(f"{where}: {line}{error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise SettingsError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
-
-
-def _expanded_size(node: yaml.Node | None, known: dict[int, float]) -> float:
-    """Return how many values a document has with its aliases written out; one that contains itself has no end."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = math.inf  # until it is known
-        children = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
-        known[id(node)] = 1 + sum(_expanded_size(child, known) for child in children)
-    return known[id(node)]
+from lm_pcfg.yaml_text import format_yaml, parse_yaml, read_yaml
 
 
 def dump_yaml(settings: Settings) -> str:
     """All settings, defaults included, in the order of their definition; `load_settings` reads them back the same."""
-    return yaml.dump(settings.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return format_yaml(settings.model_dump(mode="json"))
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
@@ -137,18 +59,6 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
         return kind.model_validate(values)
     except PydanticError as error:
         raise SettingsError(_first_problem(error, kind, values, path, overridden)) from None
-
-
-def read_yaml(path: Path) -> Any:
-    """Read a file of settings, of this version or another: only whether it is YAML is checked."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST_YAML + 1).decode("utf-8-sig")  # no more of what has no end
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
-    except OSError as error:  # no such file, a folder, no permission
-        raise SettingsError(f"{path}: cannot be read ({error.strerror}); check --config") from None
-    return parse_yaml(text, str(path))
 
 
 def settings_class(family: str) -> type[Settings]:

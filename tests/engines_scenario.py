@@ -19,7 +19,7 @@ from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import read_metrics
-from lm_pcfg.training import evaluation, loop
+from lm_pcfg.training import evaluation, loop, resumption
 
 BATCHES_A_STEP = 4  # of all ranks together, so that every world size makes the same steps
 STEPS, SAVED = 30, 15
@@ -75,7 +75,7 @@ def restores_exactly(folder: Path, engine: str) -> None:
         source = run / "checkpoints" / f"step-{SAVED:08d}"
         if not source.is_dir():
             continue
-        loop.restore(trainer, source, same_run=False)
+        resumption.restore(trainer, source, same_run=False)
         for file, tensors in trainer.tensors().items():
             saved = load_file(source / f"{file}.safetensors")
             assert saved.keys() == tensors.keys(), (engine, run.name, file, saved.keys() ^ tensors.keys())
@@ -132,7 +132,7 @@ def evaluates_alike(folder: Path, engine: str) -> None:
     settings = settings_of(folder, "evaluated")
     trainer = loop.Steps(settings, Engine(settings))
     source = folder / "runs" / "single-1" / "checkpoints" / f"step-{SAVED:08d}"
-    loop.restore(trainer, source, same_run=False)
+    resumption.restore(trainer, source, same_run=False)
     result = loop.evaluate(trainer.skeleton, trainer.evaluated_weights(), trainer.corpora, settings, trainer.engine)
     if trainer.engine.is_main:
         file = folder / f"evaluated-{engine}-{trainer.engine.world_size}.json"

@@ -56,10 +56,11 @@ def train_small_runs(folder: Path, names: Iterable[str]) -> Path:
 
 
 def write_untrained_run(
-    folder: Path, name: str, model: dict[str, Any], *, vocabulary: AnyVocabulary | None = None, averaged: bool = False
-) -> Path:
+    folder: Path, name: str, model: dict[str, Any], *, vocabulary: AnyVocabulary | None = None, averaged: bool = False,
+    **changes: Any,
+) -> Path:  # fmt: skip
     """Write a run with the first weights of a model, which takes no training; averaged: and others as their average."""
-    config = write_config(folder)
+    config = write_config(folder, **changes)
     config.write_text(json.dumps(yaml.safe_load(config.read_text()) | {"model": model}))
     settings = load_settings(config, [f"name={name}"])
     vocabulary = vocabulary or Vocabulary(["<unk>", *WORDS], VocabularyOptions())

@@ -171,6 +171,7 @@ def test_dry_run_makes_one_step_and_writes_nothing(tmp_path):
     assert result.returncode == 0, result.stderr.decode()
     assert b"peak_memory" in result.stdout
     assert b"parameters" in result.stdout
+    assert result.stdout.decode().splitlines()[-1].startswith("the whole training takes about ")
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -6,6 +6,7 @@ Pythons and pips of these tests are shell scripts; test_readme.py has the demo i
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings_file import load_settings
+from lm_pcfg.training.tracking import default_store
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PIP = """#!/bin/sh
@@ -124,6 +126,20 @@ def test_a_failed_installation_is_tried_again(fresh):
     assert install(fresh).returncode == 0
 
 
+def test_unpacking_is_not_silent(fresh):
+    """pip says nothing then, for most of the three minutes: packages are counted."""
+    programme(fresh / "bin/python3", PYTHON.replace("VERSION", "3.13"))
+    real = shutil.which("sleep")
+    (fresh / "bin/sleep").unlink()
+    programme(fresh / "bin/sleep", f"#!/bin/sh\n{real} 0.1\n")  # in place of 10 s
+    programme(fresh / "bin/pip", PIP.replace("exit", f"{real} 1\nexit"))
+    packages = fresh / "checkout/.venv/lib/python3.13/site-packages"
+    packages.mkdir(parents=True)
+    (packages / "torch-2.12.dist-info").mkdir()
+    programme(fresh / "checkout/.venv/bin/python", PYTHON.replace("VERSION", "3.13"))
+    assert "  ... 1 packages are in place after" in install(fresh).stderr
+
+
 def test_a_folder_that_is_no_environment_is_left_alone(fresh):
     programme(fresh / "bin/python3", PYTHON.replace("VERSION", "3.13"))
     (fresh / "checkout/papers").mkdir()
@@ -145,6 +161,26 @@ def test_the_demo_names_the_next_commands_as_they_are_typed(around, monkeypatch)
     ):
         assert f'"  {line}"' in result.stdout
     assert result.stdout.splitlines()[-1] == ".venv/bin/lm_pcfg score embedded:test"
+
+
+def test_the_readme_says_what_is_typed_after_the_demo_and_how_long_it_takes():
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    two, first, *_ = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    for command, line in zip(("make demo", "make test"), two.splitlines(), strict=True):
+        assert re.match(rf"{command} +# .*\d+ minutes", line), line
+    activate, *others = first.splitlines()
+    assert activate == ". .venv/bin/activate"  # without it there is no lm_pcfg on the PATH
+    assert others[0].startswith("lm_pcfg train ")
+    assert f"mlflow ui --backend-store-uri {default_store(Path())}" in others  # without it the page is empty
+
+
+def test_the_tests_that_guard_the_findings_are_there():
+    page = (REPOSITORY / "docs/lab/first-minutes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"`(test_\w+\.py)`: ((?:`\w+`(?:, )?)+)", page)
+    assert len(rows) > 30
+    for file, names in rows:
+        code = (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
+        assert all(len(re.findall(rf"def test_\w*{name}", code)) == 1 for name in re.findall(r"\w+", names)), names
 
 
 # ---- without a clone ------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from lm_pcfg.corpus.sentences import encode_sentences
 from lm_pcfg.corpus.unknown import Unknown, literals
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions
 from lm_pcfg.distributed.engine import Engine
+from lm_pcfg.settings import DataSection, EvaluationSection
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training import dry_run as trial
 from lm_pcfg.training.steps import Steps
@@ -148,6 +149,8 @@ def test_what_is_counted_in_pieces_is_called_so(folder):
     assert (report["unit"], report["words"]) == ("pieces", 20)
     help_of_score = ran("score", "--help").stdout
     assert "more words (or pieces)" in " ".join(help_of_score.split())
+    for section in (DataSection, EvaluationSection):
+        assert "pieces" in (section.model_fields["max_length"].description or "")
 
 
 # ---- glossary -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.checkpoint import CheckpointError
 from lm_pcfg.storage.state_file import state_bytes
-from lm_pcfg.training import loop
+from lm_pcfg.training import loop, resumption
 from texts import write_config
 
 VALUES: list[Any] = [None, True, -1, 3, 10**30, 1e308, -0.5, "", "../x", [], [[1]], [[1, 2, 3]], {}, {"x": {"y": 1}}]
@@ -41,7 +41,7 @@ def places(content: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 
 def use(run: Path, steps: loop.Steps) -> None:
     describe(load_trained(run, device="cpu"))
-    loop.restore(steps, checkpoint.latest(run), same_run=True)
+    resumption.restore(steps, checkpoint.latest(run), same_run=True)
 
 
 @pytest.mark.parametrize("share", [0.2, pytest.param(1.0, marks=pytest.mark.chaos)])

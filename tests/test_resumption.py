@@ -170,10 +170,12 @@ def test_a_finished_run_keeps_the_checkpoints_that_its_new_settings_would_delete
 def test_changed_settings_are_told_and_the_earlier_ones_are_kept(run, capsys):
     before = (run / "config.yaml").read_bytes()
     changes = ["optimizer.learning_rate=0.5", "seed=7", "model.state_dropout=0.25"]
-    resume(run, *changes, "training.max_steps=9")
+    resume(run, *changes, "training.max_steps=9", f"data.train={run.parents[1] / 'train.txt'}")  # of the same content
     said = capsys.readouterr().err.splitlines()
     begin = said.index(f"settings that change from here on (the earlier ones are in {run / 'config.1.yaml'}):")
-    assert sorted(said[begin + 1 : begin + 5]) == [
+    text, *others = sorted(said[begin + 1 : begin + 6])
+    assert text.startswith("  data.train: /")
+    assert others == [
         "  model.state_dropout: 0.0 -> 0.25", "  optimizer.learning_rate: 0.002 -> 0.5", "  seed: 0 -> 7",
         "  training.max_steps: 8 -> 9",
     ]  # fmt: skip

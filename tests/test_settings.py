@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from lm_pcfg.corpus.batches import BatchOptions
 from lm_pcfg.corpus.vocabulary import VocabularyOptions
+from lm_pcfg.errors import SettingsError
 from lm_pcfg.grammar import families
 from lm_pcfg.grammar.families.sections import SECTIONS, Init
 from lm_pcfg.settings import Section, Settings
-from lm_pcfg.settings_file import SettingsError, dump_yaml, load_settings, settings_class
+from lm_pcfg.settings_file import dump_yaml, load_settings, settings_class
 
 SMALLEST = "data: {train: train.txt}\nmodel: {nonterminals: 64}\n"
 

@@ -20,8 +20,8 @@ from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
 from lm_pcfg.corpus.unknown import Unknown
 from lm_pcfg.corpus.vocabulary import VocabularyOptions
 from lm_pcfg.distributed.engine import Engine
-from lm_pcfg.errors import UserError
-from lm_pcfg.settings_file import SettingsError, load_settings
+from lm_pcfg.errors import SettingsError, UserError
+from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import read_metrics
 from lm_pcfg.training import loop

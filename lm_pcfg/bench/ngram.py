@@ -1,175 +1,178 @@
-"""Interpolated modified Kneser-Ney n-grams (Chen and Goodman, 1998): the plain baseline on exactly our tokens.
+"""`lm_pcfg bench ngram`: Kneser-Ney on exactly our tokens, those of a text or those that a run was trained on.
 
-Words and one end of sentence a line are predicted, from a context that begins with one start of sentence, which itself
-is never predicted. The vocabulary is that of the training text and the end: probabilities over it sum to 1.
-
-    p_k(w | h) = (a(hw) - D(a(hw))) / a(h.) + gamma(h) p_k-1(w | h without its first word)      h unseen: p_k-1 alone
-    gamma(h)   = sum over w of D(a(hw)) / a(h.)
-    p_1(w)     = (a(w) - D(a(w))) / a(.) + gamma / vocabulary
-
-a is the count at the highest order, and for n-grams that begin with the start of the sentence; elsewhere it is the
-number of different words that precede the n-gram. D is 0, D1, D2, D3+ for a = 0, 1, 2, 3 or more, one set an order.
-Order 1 alone is the unigram model of relative frequencies: every type of the vocabulary has been seen.
+Every line also predicts its end, which is a token, whether the run has explicit ends or not: so `lm_pcfg score` counts.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from lm_pcfg.corpus.sentences import Sentences, load_sentences
-from lm_pcfg.corpus.text import STANDARD_INPUT, display_name, read_words
-from lm_pcfg.corpus.vocabulary import UNKNOWN, Vocabulary, VocabularyError, VocabularyOptions
+from lm_pcfg.bench.kneser_ney import FALLBACK_DISCOUNTS, KneserNey
+from lm_pcfg.corpus.lengths import Limits
+from lm_pcfg.corpus.opening import (
+    OpeningOptions,
+    in_memory,
+    is_streamed,
+    open_corpus,
+    training_inputs,
+    whole_text,
+    whole_training_text,
+)
+from lm_pcfg.corpus.pieces import SPACE, AnyVocabulary
+from lm_pcfg.corpus.sentences import Sentences, with_ends
+from lm_pcfg.corpus.shards.files import is_json, is_parquet
+from lm_pcfg.corpus.shards.prepared import is_prepared
+from lm_pcfg.corpus.shards.raw import RawOptions
+from lm_pcfg.corpus.text import EMBEDDED_PREFIX, STANDARD_INPUT, read_words
+from lm_pcfg.corpus.vocabulary import UNKNOWN, VocabularyOptions
 from lm_pcfg.errors import UserError
 
-FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5)  # where a text is too small to estimate them
+Warn = Callable[[str], None]
+
+MAX_LENGTH = 250  # of `lm_pcfg score`
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What is compared, in the ids of one vocabulary."""
+
+    train: Sentences
+    test: Sentences
+    vocabulary: AnyVocabulary
+    names: dict[str, str]  # as they are reported: train, test, the checkpoint
+
+    @property
+    def words(self) -> int:
+        """Words of the test text between white space."""
+        name, test = self.names["test"], self.test
+        if test.unit == "words":
+            return test.words
+        path = Path(name)
+        if name.startswith(EMBEDDED_PREFIX) or (path.is_file() and not is_json(path) and not is_parquet(path)):
+            scored = set(test.line_numbers.tolist())
+            return sum(len(words) for number, words in enumerate(read_words(name), start=1) if number in scored)
+        spaces = np.array([piece.count(SPACE) for piece in (*self.vocabulary.words, "")])  # each word begins with one
+        return int(spaces[test.ids].sum())
 
 
 def compare(
-    train: str, test: str, order: int, vocabulary_size: int | None, warn: Callable[[str], None]
+    train: str, test: str, order: int, vocabulary_size: int | None, warn: Warn, max_length: int | None = None
 ) -> dict[str, Any]:
     """Compute the perplexity of a text under an n-gram and a unigram model. vocabulary_size: None keeps all words."""
     if STANDARD_INPUT in (train, test):
-        raise UserError("bench ngram reads its training text twice, so no text can be standard input (-): save a file")
-    options = VocabularyOptions(size=vocabulary_size, end_of_sentence=True)
-    try:
-        vocabulary = Vocabulary.build(read_words(train), options)
-    except VocabularyError as error:
-        raise UserError(f"{train}: {error}") from None
-    train_text, test_text = load_sentences(train, vocabulary), load_sentences(test, vocabulary)
-    if not len(test_text):
-        raise UserError(f"{display_name(test)}: no sentence in it; is it the right file?")
-    unknown_is_known = vocabulary.training_unknown > 0
-    if test_text.unknown and not unknown_is_known:
+        raise UserError("bench ngram reads its texts twice, so none can be standard input (-): save a file")
+    prepared = is_prepared(train)
+    if prepared and vocabulary_size is not None:
+        raise UserError(f"{train}: a prepared corpus brings its vocabulary; leave --vocabulary-size out")
+    with tempfile.TemporaryDirectory(prefix="lm_pcfg_bench_") as scratch:
+        words = VocabularyOptions(size=vocabulary_size, end_of_sentence=True)
+        options = OpeningOptions(RawOptions(), Path(scratch), words)
+        inputs = [([train], Fraction(1))]
+        opened, vocabulary = open_corpus(inputs, None, Limits(), options, streamed=is_streamed(train))
+        train_text, test_text = in_memory(opened), whole_text(test, vocabulary, Limits(max_length), options)
+    if test_text.unknown and not train_text.unknown and not prepared:
         raise UserError(
-            f"{display_name(test)}: {test_text.unknown:,} words are not in the training text, which has no {UNKNOWN} "
+            f"{test}: {test_text.unknown:,} words are not in the training text, which has no {UNKNOWN} "
             f"to stand for them; use a lower --vocabulary-size (rare words become {UNKNOWN}), or replace them"
         )
-    model = KneserNey(train_text, order, unknown_is_known)
+    return _report(Texts(train_text, test_text, vocabulary, {"train": train, "test": test}), order, warn)
+
+
+def compare_with_run(
+    run: Path, test: str | None, order: int, warn: Warn, max_length: int = MAX_LENGTH
+) -> dict[str, Any]:
+    """Do the same with the training text and the vocabulary of a run, on the lines that `lm_pcfg score` scores.
+
+    run: a run, checkpoint or exported folder; test: None is the run's validation text. The n-grams are of all lines of
+    the training text, also of those that are too long for the run.
+    """
+    from lm_pcfg.grammar.families import family_of
+    from lm_pcfg.inference.trained import read_stored
+
+    stored = read_stored(run)
+    settings, vocabulary = stored.settings, stored.vocabulary
+    test = test or settings.data.valid
+    if test is None:
+        raise UserError(f"{run} has no validation text: give the text to score with --test FILE")
+    if test == STANDARD_INPUT:
+        raise UserError("bench ngram reads its texts twice, so none can be standard input (-): save a file")
+    inputs = training_inputs(settings.data)
+    if any(weight != 1 for _, weight in inputs):
+        warn("the corpora of data.train are counted once each, whatever their weights")
+    limits = Limits(max_length, family_of(settings.model).fewest_symbols(settings.model))
+    with tempfile.TemporaryDirectory(prefix="lm_pcfg_bench_") as scratch:
+        kept = Path(settings.data.index_folder)  # of the training, if it is still there
+        index = kept if os.access(kept, os.W_OK) else Path(scratch)
+        raw = RawOptions(settings.data.field)
+        test_text = whole_text(test, vocabulary, limits, OpeningOptions(raw, index, VocabularyOptions()))
+        try:
+            train_text = whole_training_text(settings, vocabulary, index)
+        except UserError as error:
+            raise UserError(f"the text that {run} was trained on cannot be used from here: {error}") from None
+    names = [name for some, _ in inputs for name in some]
+    built_from = 0 if any(map(is_prepared, names)) else vocabulary.training_words
+    if built_from not in (0, train_text.words):
+        unit = vocabulary.unit
+        warn(f"{', '.join(names)}: {train_text.words:,} {unit}, but the run had {built_from:,}: has the text changed?")
+    end = len(vocabulary)
+    texts = Texts(_with_ends(train_text, end), _with_ends(test_text, end), vocabulary,
+                  {"checkpoint": str(stored.folder), "train": ", ".join(names), "test": test})  # fmt: skip
+    return _report(texts, order, warn)
+
+
+def _with_ends(text: Sentences, end_id: int) -> Sentences:
+    """Return a text whose lines have explicit ends; of implicit ones this is the id."""
+    if text.end_of_sentence:
+        return text
+    ids, lengths = with_ends(text.ids, text.lengths, end_id)
+    return replace(text, ids=ids, offsets=np.concatenate([[0], np.cumsum(lengths)]), end_of_sentence=True)
+
+
+def _report(texts: Texts, order: int, warn: Warn) -> dict[str, Any]:
+    train, test, vocabulary = texts.train, texts.test, texts.vocabulary
+    name = texts.names["test"]
+    for text, of in ((train, "train"), (test, "test")):
+        if not len(text):
+            raise UserError(f"{texts.names[of]}: no sentence in it; is it the right file?")
+    # <unk> is a type where it is needed. A model of pieces has it as one of them.
+    unknown_is_known = train.unknown > 0 or test.unknown > 0 or vocabulary.unit != "words"
+    ids = len(vocabulary) + (vocabulary.end_id is None)
+    model = KneserNey(train, order, unknown_is_known, ids)
     for k in model.orders_with_fallback:
-        warn(f"{train}: too small to estimate the discounts of order {k}, {FALLBACK_DISCOUNTS} are used")
-    unigram = model if order == 1 else KneserNey(train_text, 1, unknown_is_known)
-    if message := test_text.unknown_words.warning(display_name(test)):
+        warn(f"{texts.names['train']}: too small to estimate the discounts of order {k}, {FALLBACK_DISCOUNTS} are used")
+    unigram = model if order == 1 else KneserNey(train, 1, unknown_is_known, ids)
+    if message := test.unknown_words.warning(name):
         warn(message)
-    nll, tokens, words = model.nll(test_text), len(test_text.ids), test_text.words
+    if test.unknown and not train.unknown:
+        unknown = f"{test.unknown:,} unknown {vocabulary.unit}"
+        warn(f"{name}: {unknown}, but the training text has none: they cost what a type costs that was never seen")
+    skipped = test.skipped.too_long + test.skipped.too_short
+    if skipped:
+        warn(f"{name}: {skipped:,} lines skipped: longer than --max-length, or too short for the run's model")
+    nll, tokens, words = model.nll(test), len(test.ids), texts.words
     return {
-        "train": train,
-        "test": test,
+        **texts.names,
         "order": order,
         "vocabulary": model.types,
+        "unit": vocabulary.unit,
         "nll": nll,
         "words": words,
-        "lines": len(test_text),
+        "pieces": test.words,
+        "lines": len(test),
         "tokens": tokens,
-        **test_text.unknown_words.report(),
+        "skipped": skipped,
+        **test.unknown_words.report(),
         "ppl": math.exp(nll / tokens),
+        "ppl_per_word": math.exp(nll / (words + len(test))),
         "ppl_words": math.exp(nll / words),
-        "unigram_ppl": math.exp(unigram.nll(test_text) / tokens),
+        "unigram_ppl": math.exp(unigram.nll(test) / tokens),
     }
-
-
-class _Order(NamedTuple):
-    """The n-grams of one order, in the order of their keys."""
-
-    keys: np.ndarray  # [n-grams] context * types + last word
-    terms: np.ndarray  # [n-grams] (a - D(a)) / a(context .)
-    gamma: np.ndarray  # [contexts] what the context leaves to the lower order
-
-
-class KneserNey:
-    def __init__(self, text: Sentences, order: int, unknown_is_known: bool = True):
-        """Smooth the n-grams of a text with explicit ends. unknown_is_known: whether <unk> is one of its types."""
-        self._first_id = 0 if unknown_is_known else 1  # id 0 is <unk>'s
-        self.types = int(text.ids.max()) + 1 - self._first_id
-        self.order = order
-        counted = _count(*self._stream(text), order, self.types)
-        self.discounts: list[tuple[float, float, float]] = []  # D1, D2, D3+ of each order
-        self.orders_with_fallback: list[int] = []
-        self._orders = [self._smooth(k, counted) for k in range(1, order + 1)]
-
-    def _stream(self, text: Sentences) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids, each sentence after its start (id: types), and the place of each in its sentence, from 0."""
-        ids = np.insert(text.ids.astype(np.int64) - self._first_id, text.offsets[:-1], self.types)
-        starts = text.offsets[:-1] + np.arange(len(text))
-        return ids, np.arange(len(ids)) - np.repeat(starts, np.diff(text.offsets) + 1)
-
-    def _smooth(self, k: int, counted: list[_Counts]) -> _Order:
-        keys, counts, _ = counted[k - 1]
-        if k < self.order:  # nothing precedes the start of a sentence: what begins there keeps its count
-            preceding = np.bincount(counted[k].shorter, minlength=len(keys))[: len(keys)]
-            counts = np.where(preceding > 0, preceding, counts)
-        discounts = (0.0, 0.0, 0.0) if self.order == 1 else self._estimate_discounts(k, counts)
-        self.discounts.append(discounts)
-        discount = np.array([0.0, *discounts])[np.minimum(counts, 3)]
-        contexts = keys // self.types
-        totals = np.bincount(contexts, weights=counts)
-        with np.errstate(invalid="ignore"):  # a context that is none, such as one with an end in it
-            gamma = np.bincount(contexts, weights=discount) / totals
-        return _Order(keys, (counts - discount) / totals[contexts], gamma)
-
-    def _estimate_discounts(self, k: int, counts: np.ndarray) -> tuple[float, float, float]:
-        n1, n2, n3, n4 = (int(np.count_nonzero(counts == count)) for count in (1, 2, 3, 4))
-        if n1 and n2 and n3 and n4:
-            y = n1 / (n1 + 2 * n2)
-            estimates = (1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3)
-            if all(0 <= discount <= count for count, discount in enumerate(estimates, start=1)):
-                return estimates
-        self.orders_with_fallback.append(k)
-        return FALLBACK_DISCOUNTS
-
-    def probabilities(self, text: Sentences) -> np.ndarray:
-        """Return the probability of every word and end of a text given what precedes it in its line: fp64 [tokens]."""
-        ids, place = self._stream(text)
-        predicted = place >= 1
-        probability = np.full(len(ids), 1.0 / self.types)
-        grams = np.zeros(len(ids), dtype=np.int64)  # of the n-gram that ends here; -1: unseen, or no longer in its line
-        for k, (keys, terms, gamma) in enumerate(self._orders, start=1):
-            context = _contexts(grams, place, k)
-            known = np.flatnonzero(predicted & (context >= 0))
-            key = context[known] * self.types + ids[known]
-            found = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
-            seen = keys[found] == key
-            probability[known] = gamma[context[known]] * probability[known] + np.where(seen, terms[found], 0.0)
-            grams = np.full(len(ids), -1)
-            grams[known[seen]] = found[seen]
-            if k == 1:
-                grams[~predicted] = self.types
-        return probability[predicted]
-
-    def nll(self, text: Sentences) -> float:
-        """Return the total negative log-likelihood, natural logarithm."""
-        return -math.fsum(np.log(self.probabilities(text)).tolist())
-
-
-class _Counts(NamedTuple):
-    keys: np.ndarray  # [n-grams] sorted: number of the context among the n-grams one shorter * types + last word
-    counts: np.ndarray  # [n-grams]
-    shorter: np.ndarray  # [n-grams] number, one order below, of the n-gram without its first word
-
-
-def _count(ids: np.ndarray, place: np.ndarray, order: int, types: int) -> list[_Counts]:
-    """Count the n-grams of orders 1 to `order`; none reaches over the beginning of its line."""
-    counted = []
-    grams = np.zeros(len(ids), dtype=np.int64)
-    for k in range(1, order + 1):
-        context = _contexts(grams, place, k)
-        here = np.flatnonzero((place >= 1) & (context >= 0))
-        keys, first, numbers, counts = np.unique(
-            context[here] * types + ids[here], return_index=True, return_inverse=True, return_counts=True
-        )
-        counted.append(_Counts(keys, counts, grams[here[first]]))
-        grams = np.full(len(ids), -1)
-        grams[here] = numbers
-        if k == 1:
-            grams[place == 0] = types  # the start of a sentence is a context, though never predicted
-    return counted
-
-
-def _contexts(grams: np.ndarray, place: np.ndarray, k: int) -> np.ndarray:
-    """Return the context of each n-gram of order k: the shorter n-gram that ends just before it, -1 for none."""
-    if k == 1:
-        return np.zeros_like(grams)
-    return np.where(place >= 1, np.roll(grams, 1), -1)

@@ -31,8 +31,9 @@ from lm_pcfg.console import say, warn
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference import report
 from lm_pcfg.settings import Section, Settings
-from lm_pcfg.settings_file import load_settings, parse_yaml
+from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage.run_folder import FAILED, FINISHED, failure_of
+from lm_pcfg.yaml_text import parse_yaml
 
 CONTROL = "control"
 EXPERIMENT = "MLFLOW_EXPERIMENT_NAME"

@@ -77,19 +77,48 @@ def bench_step(
 
 @bench.command(name="ngram")
 def bench_ngram(
-    train: Annotated[str, typer.Option(metavar="FILE", help="Training text, one sentence a line.")],
-    test: Annotated[str, typer.Option(metavar="FILE", help="Text to score.")],
-    order: Annotated[int, typer.Option(min=1, max=9, help="Length of the longest n-gram, in words.")] = 5,
+    train: Annotated[
+        str | None,
+        typer.Option(metavar="INPUT", help="Training text: a file, a folder or pattern of shards, a prepared corpus."),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Instead of --train: the vocabulary (words or pieces) and the training text of this "
+            "run; all lines of the text, also those longer than its data.max_length.",
+        ),
+    ] = None,
+    test: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Text to score; default with --checkpoint: the run's validation text."),
+    ] = None,
+    order: Annotated[int, typer.Option(min=1, max=9, help="Length of the longest n-gram, in words (or pieces).")] = 5,
     vocabulary_size: Annotated[
         int | None, typer.Option(min=1, help="Most word types, as data.vocabulary.size; default: all.")
     ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Skip lines of more words (or pieces); default: 250 with --checkpoint, as `score`."),
+    ] = None,
     as_json: Json = False,
-) -> None:
-    """Compute the perplexity of a text under a Kneser-Ney n-gram model and a unigram model, on the same tokens."""
+) -> None:  # fmt: skip
+    """Compute the perplexity of a text under a Kneser-Ney n-gram model and a unigram model, on the same tokens.
+
+    Every line also predicts its end, as in `score`. `lm_pcfg glossary` says what the figures mean.
+    """
+    if (train is None) == (checkpoint is None):
+        given = "exclude each other: choose one" if train else "are missing: give a text to train on, or a run"
+        raise typer.BadParameter(f"--train and --checkpoint {given}")
     from lm_pcfg.bench import ngram
 
-    report = ngram.compare(train, test, order, vocabulary_size, warn)
-    show(report, as_json)
+    if checkpoint is not None:
+        if vocabulary_size is not None:
+            raise typer.BadParameter("--vocabulary-size goes with --train: a run has a vocabulary of its own")
+        show(ngram.compare_with_run(checkpoint, test, order, warn, max_length or ngram.MAX_LENGTH), as_json)
+        return
+    if train is None or test is None:
+        raise typer.BadParameter("--test is missing: give the text to score")
+    show(ngram.compare(train, test, order, vocabulary_size, warn, max_length), as_json)
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -62,15 +62,7 @@ def load_corpora(settings: Settings, vocabulary: AnyVocabulary | None, min_lengt
     min_length: fewest symbols, with `<eos>`, of a sentence that can have a probability.
     """
     data = settings.data
-    weighted = training_inputs(data)
-    _check_ptb(data, [name for names, _ in weighted for name in names])
-    options = OpeningOptions(
-        raw=RawOptions(data.field, data.block_lines, data.on_error),
-        index_folder=Path(data.index_folder),
-        words=VocabularyOptions(**data.vocabulary.model_dump(), end_of_sentence=settings.model.eos == "explicit"),
-        sentencepiece=data.sentencepiece,
-        verify=data.verify,
-    )
+    weighted, options = _checked_inputs(data), _options(settings)
     limits = Limits(data.max_length, min_length)
     streamed = is_streamed(data.train, data.streaming)
     train, vocabulary = open_corpus(weighted, vocabulary, limits, options, streamed=streamed)
@@ -84,14 +76,40 @@ def load_corpora(settings: Settings, vocabulary: AnyVocabulary | None, min_lengt
         return Corpora(vocabulary, train, None)
 
     limits = Limits(settings.evaluation.max_length, min_length)
-    options = replace(options, raw=replace(options.raw, on_error="fail"))  # a score is of the whole text
-    text, _ = open_corpus([([data.valid], Fraction(1))], vocabulary, limits, options, streamed=is_streamed(data.valid))
-    valid = text if isinstance(text, Sentences) else text.in_memory()
+    valid = whole_text(data.valid, vocabulary, limits, options)
     if not valid.lines:
         raise UserError(
             f"{data.valid}: no sentence of {min_length} to {limits.max_length} {vocabulary.unit}; is it the right file?"
         )
     return Corpora(vocabulary, train, valid, _gold_trees(settings.evaluation, vocabulary))
+
+
+def whole_training_text(settings: Settings, vocabulary: AnyVocabulary, index_folder: Path) -> Sentences:
+    """Read the training text of a run into memory, encoded as the run did: lines of all lengths, every corpus once."""
+    weighted, streamed = _checked_inputs(settings.data), is_streamed(settings.data.train, settings.data.streaming)
+    options = replace(_options(settings), index_folder=index_folder)
+    return in_memory(open_corpus(weighted, vocabulary, Limits(), options, streamed=streamed)[0])
+
+
+def whole_text(name: str, vocabulary: AnyVocabulary, limits: Limits, options: OpeningOptions) -> Sentences:
+    """Read a text into memory to score it: all that can be read of it has to be read."""
+    options = replace(options, raw=replace(options.raw, on_error="fail"))
+    return in_memory(open_corpus([([name], Fraction(1))], vocabulary, limits, options, streamed=is_streamed(name))[0])
+
+
+def in_memory(text: Text) -> Sentences:
+    return text if isinstance(text, Sentences) else text.in_memory()
+
+
+def _options(settings: Settings) -> OpeningOptions:
+    data = settings.data
+    return OpeningOptions(
+        raw=RawOptions(data.field, data.block_lines, data.on_error),
+        index_folder=Path(data.index_folder),
+        words=VocabularyOptions(**data.vocabulary.model_dump(), end_of_sentence=settings.model.eos == "explicit"),
+        sentencepiece=data.sentencepiece,
+        verify=data.verify,
+    )
 
 
 def _gold_trees(evaluation: EvaluationSection, vocabulary: AnyVocabulary) -> list[Tree] | None:
@@ -140,13 +158,16 @@ def _is_plain_text(name: str) -> bool:
     )  # fmt: skip
 
 
-def _check_ptb(data: DataSection, names: list[str]) -> None:
-    """Report a missing Penn Treebank of a recipe before anything else is done."""
-    for key, name in [*(("data.train", name) for name in names), ("data.valid", data.valid)]:
+def _checked_inputs(data: DataSection) -> list[Weighted]:
+    """Return the inputs; report a missing Penn Treebank of a recipe before anything else is done."""
+    weighted = training_inputs(data)
+    names = [("data.train", name) for names, _ in weighted for name in names]
+    for key, name in [*names, ("data.valid", data.valid)]:
         if name is None or name.startswith(EMBEDDED_PREFIX) or glob.has_magic(name) or Path(name).exists():
             continue
         if ptb.is_expected(name):
             raise UserError(ptb.missing(key, name))
+    return weighted
 
 
 # ---- opening --------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from lm_pcfg.corpus.pieces import load_vocabulary
 from lm_pcfg.corpus.shards import prepared
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference.trained import read_stored
-from lm_pcfg.settings_file import load_settings, read_yaml
+from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint, exported, run_folder
 from lm_pcfg.storage.metrics_file import check_metrics
 from lm_pcfg.training.documents import open_settings, open_vocabulary
+from lm_pcfg.yaml_text import read_yaml
 
 
 @dataclass

@@ -14,9 +14,10 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.inference.report import Run
 from lm_pcfg.pages.shell import details, missing, pairs, paragraph, part, table
 from lm_pcfg.settings import Section
-from lm_pcfg.settings_file import parse_yaml, settings_class
+from lm_pcfg.settings_file import settings_class
 from lm_pcfg.storage.durable import read_file, reason
 from lm_pcfg.training.documents import flat
+from lm_pcfg.yaml_text import parse_yaml
 
 LARGEST = 1 << 20  # bytes of a file that is read here
 NAMES_OF_THE_RUN = ("name", "resume")  # settings that say nothing about its results

@@ -24,19 +24,21 @@ from lm_pcfg.settings_file import dump_yaml
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import MetricsFile
 from lm_pcfg.storage.run_folder import FAILED, FINISHED, RunFolder, Start, claim_start
-from lm_pcfg.storage.saving import Saver, load_fitting, tidy
+from lm_pcfg.storage.saving import Saver
 from lm_pcfg.training.documents import documents, open_vocabulary
 from lm_pcfg.training.evaluation import evaluate, is_due
 from lm_pcfg.training.mlflow_run import Status, environment_json
-from lm_pcfg.training.position import Position, Window
+from lm_pcfg.training.position import Window
 from lm_pcfg.training.resumption import (
     Changes,
     changes_since,
     good_checkpoint,
     how_to_continue,
     refusal_explained,
+    restore,
     tell_changes,
     tell_finished,
+    tidy_continued,
 )
 from lm_pcfg.training.signals import StopFlag, StopSignals
 from lm_pcfg.training.steps import Steps
@@ -98,28 +100,6 @@ def train(settings: Settings) -> Path:
 
 def _nothing(message: str) -> None:
     """What other processes say: the main one says the same."""
-
-
-def restore(steps: Steps, source: Path, *, same_run: bool) -> dict[str, Any]:
-    """Continue from a checkpoint, and return its state; a run that starts from another run's has no best yet."""
-    engine, vocabulary = steps.engine, steps.corpora.vocabulary
-    loaded = engine.on_all(lambda: load_fitting(source, steps.skeleton, vocabulary.hash, engine.device))
-    steps.restore(loaded)
-    select, position = steps.settings.evaluation.select, steps.position
-    if same_run and position.best_step is not None and (select == "trees") != (position.best_s_f1 is not None):
-        position.forget_best()  # the two ways to choose cannot be compared
-        if engine.is_main:
-            warn(f"the best checkpoint is chosen by {select} from now on: the best so far is forgotten")
-    if not same_run:
-        position.forget_best()
-    return loaded.state
-
-
-def tidy_continued(steps: Steps, source: Path, state: dict[str, Any]) -> None:
-    """Do what a kill after the checkpoint `source` of this run may have left undone; state: that of the checkpoint."""
-    run, kept = checkpoint.run_folder_of(source), steps.settings.checkpoint
-    checkpoint.repair_best(run, steps.position.best_step)
-    tidy(run, source, kept.keep_last, Position.of(state).best_steps(kept.keep_best))
 
 
 def nothing_left(steps: Steps) -> bool:

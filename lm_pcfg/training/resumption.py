@@ -23,8 +23,11 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.run_folder import unfinished
+from lm_pcfg.storage.saving import load_fitting, tidy
 from lm_pcfg.storage.state_file import read_state
 from lm_pcfg.training.documents import flat, open_settings
+from lm_pcfg.training.position import Position
+from lm_pcfg.training.steps import Steps
 
 Changes = dict[str, tuple[Any, Any]]  # by setting: before, now
 
@@ -121,6 +124,31 @@ def good_checkpoint(run: Path, before: int) -> Path | None:
             if state is not None and state["step"] < before and not state.get("diverged"):
                 return folder
     return None
+
+
+# ---- from a checkpoint ---------------------------------------------------------------------------------------------
+
+
+def restore(steps: Steps, source: Path, *, same_run: bool) -> dict[str, Any]:
+    """Continue from a checkpoint, and return its state; a run that starts from another run's has no best yet."""
+    engine, vocabulary = steps.engine, steps.corpora.vocabulary
+    loaded = engine.on_all(lambda: load_fitting(source, steps.skeleton, vocabulary.hash, engine.device))
+    steps.restore(loaded)
+    select, position = steps.settings.evaluation.select, steps.position
+    if same_run and position.best_step is not None and (select == "trees") != (position.best_s_f1 is not None):
+        position.forget_best()  # the two ways to choose cannot be compared
+        if engine.is_main:
+            warn(f"the best checkpoint is chosen by {select} from now on: the best so far is forgotten")
+    if not same_run:
+        position.forget_best()
+    return loaded.state
+
+
+def tidy_continued(steps: Steps, source: Path, state: dict[str, Any]) -> None:
+    """Do what a kill after the checkpoint `source` of this run may have left undone; state: that of the checkpoint."""
+    run, kept = checkpoint.run_folder_of(source), steps.settings.checkpoint
+    checkpoint.repair_best(run, steps.position.best_step)
+    tidy(run, source, kept.keep_last, Position.of(state).best_steps(kept.keep_best))
 
 
 # ---- the command that continues a run -------------------------------------------------------------------------------
