@@ -50,7 +50,7 @@ def folder(tmp_path_factory) -> Path:
     for name, nonterminals in (("one", 6), ("two", 5)):
         write_untrained_run(folder, name, {"nonterminals": nonterminals, "preterminals": 7, "dimension": 8})
     write_untrained_run(folder, "compound", {"family": "sc_pcfg", "nonterminals": 4, "preterminals": 6, "dimension": 8})
-    text = write_text(folder / "text", 60, seed=3, longest=14).read_text().splitlines()
+    text = write_text(folder / "text", 30, seed=3, longest=14).read_text().splitlines()
     text[7], text[11], text[12] = "", "zebra runs", " ".join(["cat"] * 40)
     (folder / "text").write_text("\n".join(text) + "\n")
     (folder / "short").write_text("\n".join(text[:14]) + "\n")
@@ -116,7 +116,7 @@ def scored(folder: Path, ranks: Ranks, *names: str) -> tuple[list[float | None],
 
 @pytest.mark.parametrize("names", [["one"], ["one", "two"], ["compound"]], ids="+".join)
 def test_scores_are_equal_to_the_last_digit(folder, together, monkeypatch, names):
-    monkeypatch.setattr(lines_room, "LINES_AT_A_TIME", 25)
+    monkeypatch.setattr(lines_room, "LINES_AT_A_TIME", 13)
     values, report, done = scored(folder, ALONE, *names)
     assert (values[7], values[12], done) == (None, -math.inf, len(values))
     for size in (2, 4) if names == ["one"] else (2,):
@@ -141,10 +141,10 @@ def test_trees_are_equal_and_in_order(folder, together, method):
         text = (folder / "text").read_text().splitlines()
         return model.parse(text, method, on_lines=lambda lines, *_: done.append(lines)), sum(
             done
-        ) if ranks.is_main else 59
+        ) if ranks.is_main else 29
 
     alone = parsed(ALONE)
-    assert alone[1] == 59
+    assert alone[1] == 29
     assert together(4, parsed) == [alone] * 4
 
 

@@ -129,6 +129,7 @@ def shared_work() -> Iterator[Ranks]:
         try:
             yield ranks
             ranks.agree()
+            atexit.register(_leave)  # not after a failure: others might not answer
         except (FailedElsewhere, LostContact):
             raise
         except BrokenPipeError as error:  # of standard output; not a lost contact
@@ -171,9 +172,7 @@ def _join() -> Ranks:
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIME_TO_ANSWER)
     if rank:
         console.leave_to_main()
-    ranks = Ranks(rank, size)
-    atexit.register(_leave)
-    return ranks
+    return Ranks(rank, size)
 
 
 def _leave() -> None:
