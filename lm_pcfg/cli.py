@@ -120,6 +120,7 @@ def _run() -> int:
             raise KeyboardInterrupt
         sys.stdout.flush()
     except _WrongUsage as error:
+        _let_first_speak()
         error.show()
         _tell_launcher(error.format_message())
         status = error.exit_code
@@ -158,16 +159,21 @@ def _run() -> int:
 
 def _fail(message: str, seconds_after: float = 0.0) -> int:
     """Print the error, with the rank where there are several, wait, and return exit status 1."""
-    torch = sys.modules.get("torch")
-    connected = torch is not None and torch.distributed.is_initialized()
-    if _rank() and not connected and os.environ.get("LOCAL_RANK", "0") != "0":
-        # What is wrong before the rendezvous is wrong with all processes of this host: local rank 0 prints it, and the
-        # launcher ends the others. If the launcher does not, they print it too.
-        time.sleep(_TIME_TO_SPEAK)
+    _let_first_speak()
     say(f"lm_pcfg: error: {_rank()}{message}")
     time.sleep(seconds_after)
     _tell_launcher(message)
     return 1
+
+
+def _let_first_speak() -> None:
+    """What is wrong before the rendezvous is wrong with all processes of this host: local rank 0 prints it, and the
+    launcher ends the others. If the launcher does not, they print it too.
+    """
+    torch = sys.modules.get("torch")
+    connected = torch is not None and torch.distributed.is_initialized()
+    if _rank() and not connected and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_TIME_TO_SPEAK)
 
 
 def _rank() -> str:

@@ -13,13 +13,23 @@ from typing import Protocol
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
+_left_to_main = False  # this is not the main process, and what it has to say the main one says, too
+
+
+def leave_to_main() -> None:
+    """Drop the warnings and the progress of this process. An error is told all the same."""
+    global _left_to_main
+    _left_to_main = True
+
+
 def say(message: str) -> None:
     """Print a line on standard error, control characters as escapes; standard output is for results."""
     print(_CONTROL.sub(lambda found: repr(found[0])[1:-1], message), file=sys.stderr, flush=True)
 
 
 def warn(message: str) -> None:
-    say(f"warning: {message}")
+    if not _left_to_main:
+        say(f"warning: {message}")
 
 
 def duration(seconds: float) -> str:
@@ -53,7 +63,8 @@ class _Silent:
     advance = staticmethod(unseen)
 
     def message(self, text: str) -> None:
-        say(text)
+        if not _left_to_main:
+            say(text)
 
 
 class _Plain:
@@ -91,7 +102,7 @@ def progress(
     title: str, total: int | None, *, done: int = 0, show: bool = True, seconds_between_lines: float = 10.0
 ) -> Iterator[Progress]:
     """Show the progress of `total` units (None: unknown); show=False is for all ranks but one."""
-    if not show:
+    if not show or _left_to_main:
         yield _Silent()
     elif not sys.stderr.isatty():
         yield _Plain(title, total, done, seconds_between_lines)

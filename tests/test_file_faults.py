@@ -76,6 +76,11 @@ def preparation_of_pieces(folder: Path) -> list[str]:
     return [*preparation(folder), "--vocabulary", "unigram", "--size", "40"]
 
 
+def preparation_in_parts(folder: Path) -> list[str]:
+    """In one part, which does all that several do."""
+    return [*preparation(folder), "--part", "1/1"]
+
+
 def preparation_of_trees(folder: Path) -> list[str]:
     trees = folder / "some.trees"
     trees.write_text("(S (NP (D the) (N cat)) (VP (V sees) (NP (D a) (N dog))))\n" * 20, encoding="utf-8")
@@ -248,7 +253,7 @@ SAMPLE_OR_ALL = pytest.mark.parametrize(
     "command",
     [
         small_training, training_on_shards, training_on_the_embedded_text, preparation, preparation_of_pieces,
-        preparation_of_trees,
+        preparation_of_trees, preparation_in_parts,
     ],
 )  # fmt: skip
 def test_after_a_fault_a_command_ends_as_if_nothing_had_been(programme, command, share):

@@ -44,7 +44,10 @@ def test_deepspeed_configurations_have_their_stage(stage):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_every_script_is_requeued_warned_and_keeps_its_log(script):
     text = script.read_text()
-    for directive in ("--requeue", "--signal=B:USR1@120", "--open-mode=append", "--ntasks-per-node=1"):
+    directives = ["--requeue", "--ntasks-per-node=1", "--signal=B:USR1@120", "--open-mode=append"]
+    if script.name == "score.sbatch":  # there is nothing to save: it starts anew, and so do its results
+        directives[2:] = ["--open-mode=truncate"]
+    for directive in directives:
         assert f"#SBATCH {directive}\n" in text
     assert subprocess.run(["bash", "-n", script]).returncode == 0
 
@@ -53,7 +56,7 @@ def test_shellcheck_finds_nothing():
     if which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     scripts = [path for path in sorted((LAUNCH / "slurm").iterdir()) if path.suffix in (".sh", ".sbatch")]
-    assert len(scripts) == 6
+    assert len(scripts) == 8
     scripts += [LAUNCH.parent / ".ci" / "run", LAUNCH / "environment.sh"]
     scripts += [file for room in ("kernels", "docs") for file in (LAUNCH.parent / room).rglob("*.sh")]
     result = subprocess.run(["shellcheck", *scripts], cwd=LAUNCH.parent, capture_output=True, text=True)
@@ -108,6 +111,50 @@ def test_a_run_that_failed_is_neither_started_nor_requeued(tmp_path, when):
     assert result.returncode == 1
     assert result.stdout == ("" if when == "before" else "started\n")
     assert "run has FAILED: it diverged; it is left alone" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"ARGUMENTS": "a 'b c'", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MAX": "4"}, "a|b c|--part|3/4|"),
+        ({"ARGUMENTS": "a", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MAX": "3", "PARTS": "16"}, "a|--part|3/16|"),
+        ({"ARGUMENTS": "a"}, "error: no array"),
+        ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MAX": "4"}, "error: no ARGUMENTS"),
+        ({"ARGUMENTS": "'a", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MAX": "1"}, "error: ARGUMENTS cannot be"),
+    ],
+)  # fmt: skip
+def test_an_element_of_the_array_prepares_its_part(tmp_path, variables, said):
+    result = run_prepare(tmp_path, 'shift 9; printf "%s|" "$@"', variables)
+    assert said in result.stdout + result.stderr
+    assert result.returncode == ("error" in said)
+
+
+@pytest.mark.parametrize(("restarts", "requeued"), [("1", "requeued 7_1\n"), ("10", "")])
+def test_an_element_that_runs_out_of_time_is_requeued(tmp_path, restarts, requeued):
+    srun = "trap 'exit 143' TERM; kill -USR1 $PPID; for _ in {1..200}; do sleep 0.1; done"
+    variables = {"ARGUMENTS": "a", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MAX": "2"}
+    result = run_prepare(tmp_path, srun, {**variables, "SLURM_RESTART_COUNT": restarts})
+    assert result.stdout == requeued, result.stderr
+    assert ("use more parts" in result.stderr) == (not requeued)
+    assert result.returncode
+
+
+def run_prepare(folder: Path, srun: str, variables: dict[str, str]) -> subprocess.CompletedProcess:
+    """Run prepare.sbatch with this in the place of srun."""
+    programs = {"python": "", "srun": srun, "scontrol": "echo requeued $2"}
+    for name, text in programs.items():
+        (folder / "bin" / name).parent.mkdir(exist_ok=True)
+        (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    place = {
+        "VENV": str(folder),
+        "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_JOB_ID": "7",
+        "SLURM_SUBMIT_DIR": str(LAUNCH.parent),
+    }
+    script = ["bash", str(LAUNCH / "slurm" / "prepare.sbatch")]
+    everything = {"PATH": os.environ["PATH"], **place, **variables}
+    return subprocess.run(script, env=everything, capture_output=True, text=True, timeout=30)
 
 
 def run_job(folder: Path, programs: dict[str, str]) -> subprocess.CompletedProcess:

@@ -40,6 +40,7 @@ FEW_STEPS = ["training.max_steps=2", "evaluation.batch_cost=100000", "tracking.m
 #: Commands, or whole pages, that another test runs as they stand.
 ELSEWHERE = {
     "docs/first-steps.md": "test_first_steps.py",
+    "accelerate launch --config_file launch/accelerate/cpu.yaml -m lm_pcfg": "test_sharing.py",
     "accelerate launch --config_file launch/accelerate": "test_two_hosts.py",
     "lm_pcfg doctor": "test_doctor.py",
     "make demo": "test_readme.py",

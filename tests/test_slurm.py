@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import namespaces
 import slurm_cluster
+from command_line import lm_pcfg
+from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
+from lm_pcfg.corpus.vocabulary import VocabularyOptions
 from slurm_cluster import Cluster, Job
+from small_runs import write_untrained_run
+from texts import write_text
 
 reason = namespaces.skip_reason(slurm_cluster.missing())
 pytestmark = [pytest.mark.long, pytest.mark.skipif(reason is not None, reason=f"no SLURM cluster: {reason}")]
@@ -137,6 +145,38 @@ def test_a_failing_run_is_not_requeued_for_ever(cluster, folder):
     assert job.restarts() == 1
     assert job.said().count("nowhere.txt") >= 2
     assert "2 starts in a row brought no new checkpoint" in job.said()
+
+
+# ---- corpora and scores ---------------------------------------------------------------------------------------------
+
+
+def test_arrays_prepare_a_corpus_and_two_nodes_score_it(cluster, folder):
+    """Byte for byte and to the last digit what one machine makes of it."""
+    for number in range(3):
+        write_text(folder / f"raw-{number}.txt", 40, seed=number)
+    write_untrained_run(folder, "scored", {"nonterminals": 6, "preterminals": 7, "dimension": 8})
+    script = {name: str(slurm_cluster.SCRIPTS / f"{name}.sbatch") for name in ("prepare", "score")}
+    where: dict[str, Any] = {"cwd": folder, "VENV": sys.prefix, "OMP_NUM_THREADS": "1"}
+    arguments = "'raw-*.txt' --out 'in parts' --shard-lines 25"
+    counted = cluster.sbatch("--array=1-3", script["prepare"], ARGUMENTS=arguments, **where)
+    made = cluster.sbatch(
+        "--array=1-3", f"--dependency=afterok:{counted}", script["prepare"], ARGUMENTS=arguments, **where
+    )
+    scoring = "score raw-0.txt --checkpoint runs/scored --threads 1 --batch-cost 100 --json"
+    files = ["--output=scores", "--error=said"]
+    scored = cluster.sbatch("--nodes=2", *files, script["score"], ARGUMENTS=scoring, PROCESSES_PER_NODE="2", **where)
+    for job in (*(f"{made}_{part}" for part in (1, 2, 3)), scored):
+        assert cluster.wait_for_state(job, *slurm_cluster.ENDED) == "COMPLETED", (folder / "said").read_text()
+    with contextlib.chdir(folder):
+        options = PrepareOptions(words=VocabularyOptions(size=10_000), shard_lines=25)
+        prepare(["raw-*.txt"], Path("at once"), options, processes=1)
+        one, many = (
+            {path.relative_to(out): path.read_bytes() for path in Path(out).rglob("*") if path.is_file()}
+            for out in ("at once", "in parts")
+        )
+        assert one == many
+        alone = lm_pcfg(*scoring.split(), cwd=folder)
+    assert (folder / "scores").read_bytes() == alone.stdout
 
 
 # ---- job arrays -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One node's share of a job, started there by srun: `accelerate launch` with this node's place filled in. Arguments: those
-# of lm_pcfg/train.py. Environment: what job.sh exports.
+# of lm_pcfg/train.py, or of lm_pcfg itself with ENGINE=score. Environment: what job.sh or score.sbatch exports.
 #
 # SIGUSR1 and SIGTERM (as SLURM sends them: to this process alone or to all below it) are for the workers: they save and
 # exit 0. The launcher ignores them, so that it stays until its workers have ended, and reports their status.
@@ -38,13 +38,19 @@ fi
 
 processes=$((nodes * PROCESSES_PER_NODE))
 configuration=nodes # one of ours in any case: else Accelerate takes what `accelerate config` left in the home folder
-if [ "$processes" = 1 ] && [ "$ENGINE" = ddp ]; then
+if [ "$processes" = 1 ] && [ "$ENGINE" != deepspeed ]; then
   configuration=one_gpu
 fi
 launch=(accelerate launch --quiet --config_file "$repository/launch/accelerate/$configuration.yaml" --mixed_precision no --dynamo_backend no)
 launch+=(--num_processes "$processes" --num_machines "$nodes" --machine_rank "$SLURM_NODEID")
 launch+=(--main_process_ip "$MAIN_ADDRESS" --main_process_port "$MAIN_PORT")
-launch+=(--rdzv_backend static --tee 3 --log_dir "$LOGS/node-$SLURM_NODEID")
+launch+=(--rdzv_backend static)
+if [ "$ENGINE" = score ]; then # nothing is saved, so that signals end it
+  [ "$processes" = 1 ] || launch+=(--multi_gpu)
+  export PYTHONPATH=$repository:$repository/kernels${PYTHONPATH:+:$PYTHONPATH}
+  exec "${launch[@]}" -m lm_pcfg "$@"
+fi
+launch+=(--tee 3 --log_dir "$LOGS/node-$SLURM_NODEID")
 if [ "$ENGINE" = deepspeed ]; then
   zero=${DEEPSPEED_CONFIG:-$repository/launch/deepspeed/zero${ZERO:-2}.json}
   [ -r "$zero" ] || fail "no DeepSpeed configuration $zero: set ZERO=1, 2 or 3, or DEEPSPEED_CONFIG"

@@ -33,6 +33,13 @@ WeightsOption = Annotated[
 PrecisionOption = Annotated[
     Literal["fp64", "fp32", "tf32", "bf16"], typer.Option(help="Precision of the inside algorithm.")
 ]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Of each process on a CPU; default: the cores, shared out among the processes of this machine. The "
+        "last digits of results depend on it.",
+    ),
+]  # fmt: skip
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
 
 

@@ -47,6 +47,14 @@ def prepare(
     on_error: Annotated[
         Literal["fail", "skip"], typer.Option(help="Stop at what cannot be read, or leave it out and count it.")
     ] = "fail",
+    part: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K/N",
+            help="Do one part of N that several machines do. Run all parts, and after a count of words all "
+            "of them again: the last one completes the corpus.",
+        ),
+    ] = None,
     source: Annotated[str | None, typer.Option(help="With ptb: the folder that has Mikolov's files, or hub.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -55,6 +63,8 @@ def prepare(
     `lm_pcfg prepare ptb --source DIR` puts the Penn Treebank's language-modelling text where the configs expect it.
     """
     if inputs == ["ptb"] and (source is not None or out is None):
+        if part is not None:
+            raise typer.BadParameter("--part is for corpora of many files, not for `prepare ptb`")
         _prepare_ptb(source, out)
         return
     if source is not None:
@@ -76,8 +86,13 @@ def prepare(
         words=_word_options(config, size, min_count, lowercase, fold_numbers),
         pieces=size or 8000, byte_fallback=byte_fallback, shard_lines=shard_lines, on_error=on_error,
     )  # fmt: skip
-    manifest = preparing.prepare(inputs, out, options, processes=processes)
-    show(describe(manifest), as_json)
+    if part is None:
+        show(describe(preparing.prepare(inputs, out, options, processes=processes)), as_json)
+        return
+    from lm_pcfg.corpus.preparation.parts import Part, Unfinished, prepare_part
+
+    result = prepare_part(inputs, out, options, Part.parse(part), processes=processes)
+    show(result.report() if isinstance(result, Unfinished) else describe(result), as_json)
 
 
 def _refuse_unused(vocabulary: str, given: dict[str, bool]) -> None:

@@ -70,11 +70,12 @@ def sentence_log_probabilities(
     """Return fp64 [lines], in the order of the corpus. batch_cost: budget of words squared of a batch.
 
     Each of several ranks computes every world_size-th batch and leaves 0 elsewhere: the sum over ranks is exact.
+    on_batch: called with the lines that are done when all ranks are as fast as this one.
     """
     scores = np.zeros(len(sentences), dtype=np.float64)
     with torch.no_grad(), product_precision("fp32"):  # of the emission's columns, whatever the chart's is
         plan = plan_batches(sentences.lengths, BatchOptions(by="cost", cost=batch_cost))
-        for indices in plan[rank::world_size]:
+        for number, indices in enumerate(plan[rank::world_size]):
             batch = make_batch(sentences, indices)
             tell_long(batch.lengths, on_batch)
             with memory_told(
@@ -86,7 +87,7 @@ def sentence_log_probabilities(
                     statistics=statistics,
                 )  # fmt: skip
             scores[indices] = log_z.double().cpu().numpy()
-            on_batch(len(indices))
+            on_batch(sum(map(len, plan[number * world_size : (number + 1) * world_size])))
     return scores
 
 

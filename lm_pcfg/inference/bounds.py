@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy as np
 from flash_inside import Statistics
 from lm_pcfg.console import unseen
 from lm_pcfg.corpus.sentences import Sentences
+from lm_pcfg.distributed.sharing import ALONE, Ranks
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.grammar.likelihood import perplexity, sentence_log_probabilities
@@ -43,14 +45,17 @@ class Bounds:
 
     def score(
         self, one: TrainedGrammar, sentences: Sentences, *, precision: str, backend: str, batch_cost: int,
-        statistics: Statistics | None = None, on_lines: OnLines = unseen,
+        statistics: Statistics | None = None, on_lines: OnLines = unseen, ranks: Ranks = ALONE,
     ) -> np.ndarray:  # fmt: skip
         """Return the evidence lower bound of every sentence, fp64 [lines], and add to the sums."""
         log_w = np.stack([
-            sentence_log_probabilities(
-                one.grammar.estimating("weight", draw=draw, seed=self.seed), sentences, batch_cost=batch_cost,
-                precision=precision, backend=backend, statistics=statistics,
-                on_batch=on_lines if draw + 1 == self.samples else unseen,
+            ranks.summed(
+                partial(
+                    sentence_log_probabilities, one.grammar.estimating("weight", draw=draw, seed=self.seed), sentences,
+                    batch_cost=batch_cost, precision=precision, backend=backend, statistics=statistics,
+                    on_batch=on_lines if draw + 1 == self.samples else unseen,
+                    rank=ranks.rank, world_size=ranks.world_size,
+                )
             )
             for draw in range(self.samples)
         ])  # fmt: skip

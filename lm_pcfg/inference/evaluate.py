@@ -62,7 +62,7 @@ def evaluate_model(
     """Parse the sentences of a treebank and compare: the report of `lm_pcfg evaluate`."""
     lines = gold.lines
     lengths = [len(ids) for ids in model.vocabulary.tokenise(lines)]
-    longest = model.longest_line()
+    longest = model.ranks.least(model.longest_line())
     for number, length in enumerate(lengths):
         if length > longest:
             what = f"{length:,} {model.vocabulary.unit} do not fit into memory"

@@ -21,6 +21,7 @@ from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.corpus.shards.files import is_json, is_parquet
 from lm_pcfg.corpus.text import display_name, read_lines, resolve_source
 from lm_pcfg.corpus.unknown import literals
+from lm_pcfg.distributed.sharing import ALONE, Ranks
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference.trained import TrainedGrammar
 
@@ -65,7 +66,7 @@ class Warnings:
 def map_lines(
     source: str, vocabulary: AnyVocabulary, function: Callable[[list[str], OnLines], Sequence[Value]], *, command: str,
     max_length: int | None, fitting: float = math.inf, min_length: int = 1, warnings: Warnings,
-    on_lines: OnLines = unseen, at_a_time: int | None = None,
+    on_lines: OnLines = unseen, at_a_time: int | None = None, ranks: Ranks = ALONE,
 ) -> Iterator[Line[Value]]:  # fmt: skip
     """Yield every line of the source ('-' is standard input) with the value that the function computes for it.
 
@@ -76,17 +77,21 @@ def map_lines(
     fitting      the same, as memory allows it: `longest_line`
     at_a_time    lines of a block
     min_length   in symbols that the model sees, so with `<eos>` if ends are explicit; shorter lines are skipped, too
+    ranks        processes that do this together: the main one reads, all have all lines, and the function shares them
     """
     name, unit, limits = display_name(source), unit_of(vocabulary), Limits(max_length, min_length)
     why_limited = f"--max-length {max_length} is the limit (memory and time grow with its square and cube)"
+    fitting = ranks.least(fitting)
     if fitting < (math.inf if max_length is None else max_length):
         limits = Limits(int(fitting), min_length)
         why_limited = f"{int(fitting):,} are what fits into memory (which grows with the square)"
     if is_json(Path(source)) or is_parquet(Path(source)):
         problem = f"{name}: {command} reads text, one sentence a line"
         raise UserError(f"{problem}; take the sentences out of their field first")
-    numbered = read_lines(resolve_source(source), name=name)
-    while block := list(islice(numbered, at_a_time or LINES_AT_A_TIME)):
+    numbered: Iterator[tuple[int, str]] = iter(())
+    if ranks.is_main:
+        numbered = read_lines(resolve_source(source), name=name)
+    while block := ranks.on_main(lambda: list(islice(numbered, at_a_time or LINES_AT_A_TIME))):
         tokenised = vocabulary.tokenise([text for _, text in block])
         lengths = np.array([len(ids) for ids in tokenised])
         literal = [literals(text, vocabulary) for _, text in block]

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from lm_pcfg.corpus.pieces import AnyVocabulary
 from lm_pcfg.corpus.sentences import encode_sentences
 from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.distributed.collectives import prepare_cpu
+from lm_pcfg.distributed.sharing import ALONE, Ranks
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import tell_long
 from lm_pcfg.grammar.parsing import NO_TREE, Parser, as_array, mbr_trees, mean_posteriors
@@ -44,13 +45,26 @@ END = "<end>"  # of a sentence, where a word is expected
 
 
 def load_model(
-    paths: Sequence[str | PathLike[str]], *, weights: Weights = "auto", device: str = "auto", prepare: bool = False
-) -> Model:
-    """Load one trained grammar or several; see `lm_pcfg.load`."""
+    paths: Sequence[str | PathLike[str]], *, weights: Weights = "auto", device: str = "auto", prepare: bool = False,
+    threads: int | None = None, ranks: Ranks = ALONE,
+) -> Model:  # fmt: skip
+    """Load one trained grammar or several; see `lm_pcfg.load`. ranks: processes that share what `Model` computes."""
     if prepare:
-        prepare_cpu()
+        prepare_cpu(threads)
     chosen: list[Path | None] = [Path(path) for path in paths] or [None]
-    return Model([load_trained(path, weights=weights, device=device) for path in chosen])
+    grammars = ranks.on_all(lambda: [load_trained(path, weights=weights, device=device) for path in chosen])
+    found = ranks.all_gather([(str(one.checkpoint), one.weights, one.state) for one in grammars])
+    for rank, own in enumerate(found):
+        for (first, *theirs), (other, *those) in zip(found[0], own, strict=True):
+            if theirs != those:
+                problem = f"rank {rank} has loaded another model ({other}) than rank 0 ({first})"
+                ranks.agree(UserError(f"{problem}; give all of them the same --checkpoint"))
+    return Model(grammars, ranks=ranks)
+
+
+class _LinesOfABatch(NamedTuple):
+    indices: list[int]  # in the lines that were given
+    longest: int  # in words or pieces
 
 
 class Model:
@@ -60,9 +74,15 @@ class Model:
     written. Lines may be of any length and number: they are computed in batches of similar length.
     """
 
-    def __init__(self, grammars: Sequence[TrainedGrammar], *, precision: str = "fp32", batch_cost: int = BATCH_COST):
-        """precision: of the inside algorithm; batch_cost: words squared of a batch."""
-        self.grammars = tuple(grammars)
+    def __init__(
+        self, grammars: Sequence[TrainedGrammar], *, precision: str = "fp32", batch_cost: int = BATCH_COST,
+        ranks: Ranks = ALONE,
+    ):  # fmt: skip
+        """precision: of the inside algorithm; batch_cost: words squared of a batch.
+
+        ranks: processes that call `score` and `parse` together, with the same lines, and share their batches.
+        """
+        self.grammars, self.ranks = tuple(grammars), ranks
         self.precision, self.batch_cost = precision, batch_cost
         self._next_words: list[NextWords] | None = None
         self.statistics = Statistics()  # of all that was computed: how many sentences, how many of them twice
@@ -94,7 +114,7 @@ class Model:
             there = sentences.line_numbers.tolist()
         scores[there] = mixture_log_probabilities(
             self.grammars, sentences, precision=self.precision, batch_cost=self.batch_cost,
-            statistics=self.statistics, on_lines=on_lines,
+            statistics=self.statistics, on_lines=on_lines, ranks=self.ranks,
         )  # fmt: skip
         return scores
 
@@ -212,16 +232,20 @@ class Model:
             raise UserError("Viterbi's spans have no posteriors: --at-least goes with --method mbr")
         if not 0.0 <= at_least <= 1.0:
             raise UserError(f"at_least = {at_least} should be a probability")
-        for indices in self._batches(lines, on_lines):
-            some = [lines[index] for index in indices]
+
+        def best(batch: _LinesOfABatch) -> list[Tree]:
+            tell_long([batch.longest], on_lines)
+            some = [lines[index] for index in batch.indices]
             if method == "viterbi":
-                found = parsers[0].best_trees(some)
-            else:
-                tables = [parser.posteriors(some, self.statistics) for parser in parsers]
-                found = mbr_trees(some, mean_posteriors(tables), at_least)
-            for index, tree in zip(indices, found, strict=True):
+                return parsers[0].best_trees(some)
+            tables = [parser.posteriors(some, self.statistics) for parser in parsers]
+            return mbr_trees(some, mean_posteriors(tables), at_least)
+
+        batches = self._planned(lines)
+        shared = self.ranks.share(batches, best, lambda batch: on_lines(len(batch.indices)))
+        for batch, found in zip(batches, shared, strict=True):
+            for index, tree in zip(batch.indices, found, strict=True):
                 trees[index] = tree
-            on_lines(len(indices))
         return trees
 
     def marginals(self, lines: Sequence[str], *, on_lines: OnLines = unseen) -> list[np.ndarray]:
@@ -318,14 +342,18 @@ class Model:
 
     def _batches(self, lines: Sequence[str], on_lines: OnLines, trees_each: int = 1) -> Iterator[list[int]]:
         """Yield the indices of lines of similar length that are computed together; blank lines are in none."""
+        for batch in self._planned(lines, trees_each):
+            tell_long([batch.longest], on_lines)
+            yield batch.indices
+
+    def _planned(self, lines: Sequence[str], trees_each: int = 1) -> list[_LinesOfABatch]:
         there = np.array([number for number, line in enumerate(lines) if line.split()], dtype=np.int64)
         some = [lines[number] for number in there]
         lengths = [[len(ids) for ids in one.vocabulary.tokenise(some)] for one in self.grammars]
         longest = np.max(np.array(lengths, dtype=np.int64).reshape(len(lengths), -1), axis=0, initial=1)
         cost = max(1, self.batch_cost // max(1, trees_each // 8))
-        for batch in plan_batches(longest, BatchOptions(by="cost", cost=cost)):
-            tell_long(longest[batch].tolist(), on_lines)
-            yield there[batch].tolist()
+        plan = plan_batches(longest, BatchOptions(by="cost", cost=cost))
+        return [_LinesOfABatch(there[batch].tolist(), int(longest[batch].max())) for batch in plan]
 
 
 def _check_lines(lines: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from lm_pcfg.console import unseen
 from lm_pcfg.corpus.sentences import Sentences, encode_sentences
 from lm_pcfg.corpus.text import EMBEDDED_PREFIX, display_name, read_words
 from lm_pcfg.corpus.unknown import Unknown
+from lm_pcfg.distributed.sharing import ALONE, Ranks
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, perplexity, sentence_log_probabilities
 from lm_pcfg.inference.bounds import Bounds
@@ -75,16 +77,21 @@ def check_mixture(mixture: Sequence[TrainedGrammar]) -> None:
 def mixture_log_probabilities(
     mixture: Sequence[TrainedGrammar], sentences: Sentences, *, precision: str = "fp32", backend: str = "auto",
     batch_cost: int = BATCH_COST, statistics: Statistics | None = None, on_lines: OnLines = unseen,
+    ranks: Ranks = ALONE,
 ) -> np.ndarray:  # fmt: skip
     """Return the log-probability of every sentence, fp64 [lines], -inf for those without a tree.
 
     mixture: grammars of one vocabulary. Several, each with the same share, are one grammar again: that of all their
     symbols, whose root first chooses one of them.
     """
+    how: dict[str, Any] = {"batch_cost": batch_cost, "precision": precision, "backend": backend}
+    how |= {"statistics": statistics, "rank": ranks.rank, "world_size": ranks.world_size}
     parts = [
-        sentence_log_probabilities(
-            one.grammar, sentences, batch_cost=batch_cost, precision=precision, backend=backend, statistics=statistics,
-            on_batch=on_lines if last else unseen,  # done when the last grammar has them
+        ranks.summed(
+            partial(
+                sentence_log_probabilities, one.grammar, sentences, **how,
+                on_batch=on_lines if last else unseen,  # done when the last grammar has them
+            )
         )
         for one, last in zip(mixture, [*[False] * (len(mixture) - 1), True], strict=True)
     ]  # fmt: skip
@@ -94,7 +101,7 @@ def mixture_log_probabilities(
 def score_lines(
     mixture: Sequence[TrainedGrammar], source: str, result: TextScore, *, max_length: int, precision: str = "fp32",
     backend: str = "auto", batch_cost: int = BATCH_COST, warn: Callable[[str], None],
-    on_lines: OnLines = unseen,
+    on_lines: OnLines = unseen, ranks: Ranks = ALONE,
 ) -> Iterator[float | None]:  # fmt: skip
     """Yield the log-probability of every line (-inf: skipped, None: blank), and add up the sums in `result`."""
     check_mixture(mixture)
@@ -102,7 +109,7 @@ def score_lines(
     def log_probabilities(lines: list[str], on_lines: OnLines) -> list[float]:
         sentences = encode_sentences(enumerate(lines, start=1), vocabulary)
         how: dict[str, Any] = {"precision": precision, "backend": backend, "batch_cost": batch_cost}
-        how |= {"statistics": result.statistics, "on_lines": on_lines}
+        how |= {"statistics": result.statistics, "on_lines": on_lines, "ranks": ranks}
         if result.bounds is None:
             log_p = mixture_log_probabilities(mixture, sentences, **how)
         else:
@@ -118,6 +125,7 @@ def score_lines(
     lines = map_lines(
         source, vocabulary, log_probabilities, command="score", max_length=max_length,
         fitting=longest_line(mixture, precision), min_length=fewest, warnings=warnings, on_lines=on_lines,
+        ranks=ranks,
     )  # fmt: skip
     for line in lines:
         value = line.value if not line.skipped else None if line.skipped == "blank" else -math.inf
@@ -133,6 +141,7 @@ def score_lines(
         result.skipped += value == -math.inf
         result.is_scored.append(value is not None and math.isfinite(value))
         yield value
+    ranks.add_up(result.statistics)
     unknown = result.unknown(vocabulary.unit)
     warn_of_unknown(name, result.unknown_words + result.literal_unknown, vocabulary, warn)
     if message := unknown.warning(name):

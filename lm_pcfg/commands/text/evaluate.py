@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lm_pcfg.commands.output import Checkpoints, DeviceOption, Json, PrecisionOption, WeightsOption, print_json
+from lm_pcfg.commands.output import (
+    Checkpoints,
+    DeviceOption,
+    Json,
+    PrecisionOption,
+    ThreadsOption,
+    WeightsOption,
+    print_json,
+)
 from lm_pcfg.console import progress, warn
 
 LABELS_SHOWN = 12
@@ -33,34 +41,41 @@ def evaluate(
     precision: PrecisionOption = "fp32",
     weights: WeightsOption = "auto",
     device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
 ) -> None:
     """Compare trees with gold trees: S-F1, recall by label, F1 by length, beside baselines on the same file.
 
-    `lm_pcfg glossary` says what the figures mean.
+    `lm_pcfg glossary` says what the figures mean. Processes of `accelerate launch -m lm_pcfg evaluate` share the work.
     """
     if predicted is not None and checkpoint:
         raise typer.BadParameter("--predicted and --checkpoint exclude each other: choose one")
+    from lm_pcfg.distributed.sharing import shared_work
     from lm_pcfg.inference.evaluate import evaluate_model, evaluate_predictions, load_gold
 
-    gold = load_gold(trees, punctuation=punctuation, lowercase=lowercase, fold_numbers=fold_numbers)
-    if predicted is not None:
-        report = evaluate_predictions(str(predicted), gold)
-    else:
-        from lm_pcfg import load
+    reading: dict[str, Any] = {"punctuation": punctuation, "lowercase": lowercase, "fold_numbers": fold_numbers}
+    with shared_work() as ranks:
+        gold = ranks.on_main(lambda: load_gold(trees, **reading))
+        if predicted is not None:
+            report = ranks.on_main(lambda: evaluate_predictions(str(predicted), gold))
+        else:
+            from lm_pcfg.inference.model import load_model
 
-        model = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True)
-        model.precision = precision
-        with progress("sentences parsed", len(gold.compared)) as bar:
-            report = evaluate_model(
-                model, gold, method=method, warn=lambda message: bar.message(f"warning: {message}"),
-                on_lines=bar.advance,
-            )  # fmt: skip
-    if as_json:
-        print_json(report)
-    else:
-        print("\n".join(tables(report)))
-    if report["unknown_share"] > 0.2 if "unknown_share" in report else False:
-        warn("more than a fifth of the words are unknown: try --lowercase, --fold-numbers or another --punctuation")
+            loading: dict[str, Any] = {"weights": weights, "device": device, "prepare": True, "threads": threads}
+            model = load_model(checkpoint or (), **loading, ranks=ranks)
+            model.precision = precision
+            with progress("sentences parsed", len(gold.compared)) as bar:
+                report = evaluate_model(
+                    model, gold, method=method, warn=lambda message: bar.message(f"warning: {message}"),
+                    on_lines=bar.advance,
+                )  # fmt: skip
+        if not ranks.is_main:
+            return
+        if as_json:
+            print_json(report)
+        else:
+            print("\n".join(tables(report)))
+        if report["unknown_share"] > 0.2 if "unknown_share" in report else False:
+            warn("more than a fifth of the words are unknown: try --lowercase, --fold-numbers or another --punctuation")
 
 
 def tables(report: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from lm_pcfg.commands.output import (
     DeviceOption,
     Json,
     PrecisionOption,
+    ThreadsOption,
     WeightsOption,
     print_json,
     print_table,
@@ -39,50 +40,57 @@ def score(
     seed: Annotated[int, typer.Option(min=0, help="Of compound models: the same seed draws the same vectors.")] = 0,
     batch_cost: Annotated[int, typer.Option(min=1, help="Size of a batch: the sum of its lengths squared.")] = 25_600,
     track: Annotated[bool, typer.Option(help="Log the figures to the run's MLflow run, if it has one.")] = True,
+    threads: ThreadsOption = None,
 ) -> None:
     """Compute the perplexity of a text, or the log-probability of each of its lines.
 
-    `lm_pcfg glossary` says what the figures mean.
+    `lm_pcfg glossary` says what the figures mean. Processes of `accelerate launch -m lm_pcfg score` share the work.
     """
     if per_sentence and as_json:
         raise typer.BadParameter("--per-sentence and --json exclude each other: choose one")
-    from lm_pcfg import load
     from lm_pcfg.corpus.text import check_there
+    from lm_pcfg.distributed.sharing import shared_work
     from lm_pcfg.inference.bounds import bounds_wanted
     from lm_pcfg.inference.lines import count_lines
+    from lm_pcfg.inference.model import load_model
     from lm_pcfg.inference.score import TextScore, score_lines, score_report
     from lm_pcfg.storage.checkpoint import run_folder_of
     from lm_pcfg.storage.exported import is_export
     from lm_pcfg.training.tracked_scores import score_log, score_name
 
-    check_there(file)
-    mixture = load(*(checkpoint or ()), weights=weights, device=device, prepare_cpu=True).grammars
-    if root == "nonterminals":
-        mixture = tuple(one.with_root_over_nonterminals() for one in mixture)
-    result = TextScore(bounds=bounds_wanted(mixture, samples, seed))
-    own = mixture[0].checkpoint
-    given = {"root": root, "weights": weights, "precision": precision, "max_length": max_length, "samples": samples}
-    usual = signature(score).parameters
-    how = {option: value for option, value in given.items() if value != usual[option].default}
-    # An export inside a run is another model than the run's.
-    with score_log(run_folder_of(own), track and len(mixture) == 1 and not is_export(own)) as log:
-        # Values on a terminal are progress enough.
-        with progress("lines scored", count_lines(file), show=not (per_sentence and sys.stdout.isatty())) as bar:
-            values = score_lines(
-                mixture, file, result, max_length=max_length, precision=precision, batch_cost=batch_cost,
-                warn=lambda message: bar.message(f"warning: {message}"), on_lines=bar.advance,
-            )  # fmt: skip
-            for value in values:
-                if per_sentence:
-                    print("" if value is None else f"{value:.9g}")
-        report = score_report(mixture, file, result, precision)
-        if as_json:
-            print_json(report)
-        else:
-            print_report(report, result.bounds is not None, sys.stderr if per_sentence else sys.stdout)
-        if log is not None:
-            sys.stdout.flush()  # the result does not wait for MLflow
-            log.send(score_name(file, **how), mixture[0].state["step"], report, warn)
+    with shared_work() as ranks:
+        ranks.on_main(lambda: check_there(file))
+        loading: dict[str, Any] = {"weights": weights, "device": device, "prepare": True, "threads": threads}
+        mixture = load_model(checkpoint or (), **loading, ranks=ranks).grammars
+        if root == "nonterminals":
+            mixture = tuple(one.with_root_over_nonterminals() for one in mixture)
+        result = TextScore(bounds=bounds_wanted(mixture, samples, seed))
+        own = mixture[0].checkpoint
+        given = {"root": root, "weights": weights, "precision": precision, "max_length": max_length, "samples": samples}
+        usual = signature(score).parameters
+        how = {option: value for option, value in given.items() if value != usual[option].default}
+        # An export inside a run is another model than the run's.
+        with score_log(run_folder_of(own), track and len(mixture) == 1 and not is_export(own)) as log:
+            total = count_lines(file) if ranks.is_main else None
+            # Values on a terminal are progress enough.
+            with progress("lines scored", total, show=not (per_sentence and sys.stdout.isatty())) as bar:
+                values = score_lines(
+                    mixture, file, result, max_length=max_length, precision=precision, batch_cost=batch_cost,
+                    warn=lambda message: bar.message(f"warning: {message}"), on_lines=bar.advance, ranks=ranks,
+                )  # fmt: skip
+                for value in values:
+                    if per_sentence and ranks.is_main:
+                        print("" if value is None else f"{value:.9g}")
+            if not ranks.is_main:
+                return
+            report = score_report(mixture, file, result, precision)
+            if as_json:
+                print_json(report)
+            else:
+                print_report(report, result.bounds is not None, sys.stderr if per_sentence else sys.stdout)
+            if log is not None:
+                sys.stdout.flush()  # the result does not wait for MLflow
+                log.send(score_name(file, **how), mixture[0].state["step"], report, warn)
 
 
 def print_report(report: dict[str, Any], is_bound: bool, out: TextIO) -> None:

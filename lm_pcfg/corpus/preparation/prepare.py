@@ -39,6 +39,7 @@ from lm_pcfg.corpus.shards.files import OnError, files_below, find_shards
 from lm_pcfg.corpus.shards.prepared import (
     FORMAT,
     MANIFEST,
+    PARTS,
     PLAN,
     SHARDS,
     TEXTS,
@@ -79,28 +80,30 @@ class PrepareOptions:
 def prepare(inputs: Sequence[str], out: Path, options: PrepareOptions, *, processes: int | None = None) -> Manifest:
     """Prepare a corpus and return its manifest. processes: None decides by the size of the inputs."""
     found = find_inputs(inputs, options, out)
-    if processes is None:
-        on_hub = any(item.split for item in found)
-        processes = usable_cores() if on_hub else worth_using(Path(item.name) for item in found)
-    plan = _plan(found, options)
-    with _alone(out):
+    processes = processes or processes_for(found)
+    plan = plan_of(found, options)
+    with alone(out):
         remove_leftovers(out)
         if _is_done(out, plan):
             manifest = read_manifest(out)
             verify(manifest)
-            _tidy(out, manifest)  # a call that was killed may not have got so far
+            tidy(out, manifest)  # a call that was killed may not have got so far
             say(f"{out} was prepared before, and is whole")
             return manifest
         (out / SHARDS).mkdir(exist_ok=True)
         read = ReadOptions(options.text_field, options.trees, options.on_error)
         vocabulary = _vocabulary(found, read, out, options, processes)
         reading = Reading()
-        made = _make_shards(found, read, out, options, vocabulary, processes, reading)
-        for message in reading.damage:
-            say(f"warning: {message}; what came before it is kept (--on-error skip)")
-        manifest = _write_manifest(out, found, options, vocabulary, made, reading)
-        _tidy(out, manifest)
+        made = make_shards(found, read, out, options, vocabulary, processes, reading)
+        manifest = write_manifest(out, found, options, vocabulary, made, reading)
+        tidy(out, manifest)
         return manifest
+
+
+def processes_for(inputs: Sequence[Input]) -> int:
+    """Decide by the size of the inputs."""
+    on_hub = any(item.split for item in inputs)
+    return usable_cores() if on_hub else worth_using(Path(item.name) for item in inputs)
 
 
 def find_inputs(inputs: Sequence[str], options: PrepareOptions, out: Path) -> list[Input]:
@@ -138,11 +141,11 @@ def _size_and_change(path: Path, out: Path) -> tuple[int, int]:
 # ---- one folder, one corpus -----------------------------------------------------------------------------------------
 
 
-def _plan(inputs: Sequence[Input], options: PrepareOptions) -> dict[str, Any]:
+def plan_of(inputs: Sequence[Input], options: PrepareOptions) -> dict[str, Any]:
     """Return what the content of the folder depends on, as JSON."""
     content = {"format": FORMAT, "inputs": [asdict(item) for item in inputs], "options": asdict(options)}
     if options.existing is not None:
-        content["vocabulary"] = _existing(options.existing).hash
+        content["vocabulary"] = existing_vocabulary(options.existing).hash
     return json.loads(json.dumps(content))
 
 
@@ -163,12 +166,12 @@ def _is_done(out: Path, plan: dict[str, Any]) -> bool:
     if is_prepared(out):
         if stored != plan:
             raise UserError(
-                f"{out}: holds a corpus made of other inputs or options ({_difference(stored, plan)}); choose another "
+                f"{out}: holds a corpus made of other inputs or options ({difference(stored, plan)}); choose another "
                 "--out, or remove the folder"
             )
         return True
     if stored is None or _without_on_error(stored) != _without_on_error(plan):
-        say(f"{out} was begun with other inputs or options ({_difference(stored, plan)}); what does not fit is redone")
+        say(f"{out} was begun with other inputs or options ({difference(stored, plan)}); what does not fit is redone")
         shutil.rmtree(out / VOCABULARY, ignore_errors=True)
     replace_file(file, (json.dumps(plan, indent=2) + "\n").encode())
     return False
@@ -179,7 +182,7 @@ def _without_on_error(plan: dict[str, Any]) -> dict[str, Any]:
     return {**plan, "options": {**plan["options"], "on_error": None}}
 
 
-def _difference(stored: dict[str, Any] | None, plan: dict[str, Any]) -> str:
+def difference(stored: dict[str, Any] | None, plan: dict[str, Any]) -> str:
     if stored is None:
         return "unreadable"
     differing = [key for key in plan["options"] if stored["options"].get(key) != plan["options"][key]]
@@ -187,14 +190,15 @@ def _difference(stored: dict[str, Any] | None, plan: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def alone(out: Path, *, shared: bool = False) -> Iterator[None]:
+    """Make the folder and hold its lock. shared: others who share it may work in the folder at the same time."""
     try:
         new = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
         for folder in new:
             fsync(folder.parent)
         with (out / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             yield  # the file stays: another call may have it open, and would hold the lock of a file without a name
     except BlockingIOError:
         raise UserError(f"{out}: another lm_pcfg prepare is at work in it") from None
@@ -210,30 +214,40 @@ def _alone(out: Path) -> Iterator[None]:
 def _vocabulary(
     inputs: Sequence[Input], read: ReadOptions, out: Path, options: PrepareOptions, processes: int
 ) -> AnyVocabulary:
-    folder = out / VOCABULARY
-    if (folder / DESCRIPTION_FILE).exists():  # it is written last
-        return load_vocabulary(folder)
-    if folder.exists():
-        shutil.rmtree(folder)
-    vocabulary: AnyVocabulary
+    if (vocabulary := saved_vocabulary(out)) is not None:
+        return vocabulary
     if options.existing is not None:
-        vocabulary = _existing(options.existing)
+        vocabulary = existing_vocabulary(options.existing)
     elif options.kind == "words":
-        try:
-            vocabulary = Vocabulary.from_counts(_count_words(inputs, read, processes), options.words)
-        except VocabularyError as error:
-            raise UserError(str(error).replace("check data.train", "check the inputs")) from None
+        vocabulary = word_vocabulary(count_words(inputs, read, processes), options)
     else:
         with progress("lines read for the vocabulary", None) as bar:
             vocabulary = pieces.train_pieces(
                 _all_lines(inputs, read, bar), kind=options.kind, size=options.pieces, lines_used=PIECES_TRAINED_ON,
                 byte_fallback=options.byte_fallback, threads=processes, say=say,
             )  # fmt: skip
-    vocabulary.save(folder)
+    vocabulary.save(out / VOCABULARY)
     return vocabulary
 
 
-def _existing(name: str) -> AnyVocabulary:
+def saved_vocabulary(out: Path) -> AnyVocabulary | None:
+    """Load the vocabulary of the corpus, if it is there; remove half of one."""
+    folder = out / VOCABULARY
+    if (folder / DESCRIPTION_FILE).exists():  # it is written last
+        return load_vocabulary(folder)
+    if folder.exists():
+        shutil.rmtree(folder)
+    return None
+
+
+def word_vocabulary(counts: Counter[str], options: PrepareOptions) -> Vocabulary:
+    try:
+        return Vocabulary.from_counts(counts, options.words)
+    except VocabularyError as error:
+        raise UserError(str(error).replace("check data.train", "check the inputs")) from None
+
+
+def existing_vocabulary(name: str) -> AnyVocabulary:
     """Load the vocabulary of a SentencePiece model, of the vocab folder of a run, or of a prepared corpus."""
     path = Path(name)
     if path.is_dir():
@@ -263,7 +277,7 @@ def _words_of_task(task: Task, read: ReadOptions) -> tuple[Counter[str], int]:
     return counts, len(task.rows)
 
 
-def _count_words(inputs: Sequence[Input], read: ReadOptions, processes: int) -> Counter[str]:
+def count_words(inputs: Sequence[Input], read: ReadOptions, processes: int) -> Counter[str]:
     total: Counter[str] = Counter()
     with progress("lines read for the vocabulary", None) as bar:
         for counts, rows in in_processes(
@@ -287,7 +301,7 @@ def _finished_or_made(task: Task, folder: Path, read: ReadOptions, vocabulary: A
     return finished(folder, task, read, vocabulary) or write_shard(folder, task, read, vocabulary)
 
 
-def _make_shards(
+def make_shards(
     inputs: Sequence[Input], read: ReadOptions, out: Path, options: PrepareOptions, vocabulary: AnyVocabulary,
     processes: int, reading: Reading,
 ) -> list[Finished]:  # fmt: skip
@@ -298,13 +312,15 @@ def _make_shards(
         for result in in_processes(work, tasks, processes=processes):
             made.append(result)
             bar.advance(result.rows, f"{len(made)} shards")
+    for message in reading.damage.values():
+        say(f"warning: {message}; what came before it is kept (--on-error skip)")
     kept = sum(not item.fresh for item in made)
     if kept:
         say(f"{kept} of {len(made)} shards were finished before, and whole")
     return made
 
 
-def _write_manifest(
+def write_manifest(
     out: Path, inputs: Sequence[Input], options: PrepareOptions, vocabulary: AnyVocabulary, made: Sequence[Finished],
     reading: Reading,
 ) -> Manifest:  # fmt: skip
@@ -324,9 +340,9 @@ def _write_manifest(
         },
         "options": asdict(options),
         "inputs": [{"name": item.name, "split": item.split, "rows": reading.rows.get(item.name)} for item in inputs],
-        "damage": reading.damage,
+        "damage": [reading.damage[number] for number in sorted(reading.damage)],
         "lengths": Histogram.sum([group for entry in entries for group in entry.groups]).to_json(),
-        "versions": _versions(),
+        "versions": versions(),
         "shards": [entry.to_json() for entry in entries],
     }
     if options.trees:
@@ -352,15 +368,16 @@ def _write_texts(out: Path, files: Sequence[str]) -> None:
         beside.replace(out / name)
 
 
-def _tidy(out: Path, manifest: Manifest) -> None:
+def tidy(out: Path, manifest: Manifest) -> None:
     """Remove notes, shards without a line, and those of an earlier call that cut the inputs in other places."""
+    shutil.rmtree(out / PARTS, ignore_errors=True)  # of calls with --part
     ours = {entry.file for entry in manifest.shards}
     for file in (out / SHARDS).glob("*.parquet"):
         if file.name not in ours:
-            file.unlink()
+            file.unlink(missing_ok=True)
     forget_notes(out)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     packages = ("lm_pcfg", "pyarrow", "datasets", "sentencepiece", "numpy")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}

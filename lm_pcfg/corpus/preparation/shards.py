@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from lm_pcfg.corpus.shards.errors import ShardError
 from lm_pcfg.corpus.shards.files import BYTES_AT_A_TIME, Chunk, OnError, Row, scan
 from lm_pcfg.corpus.shards.lines import lines_of
 from lm_pcfg.corpus.shards.prepared import IDS, MANIFEST, PLAN, ROW_GROUP_LINES, SHARDS, TEXTS, ShardEntry, problem_with
-from lm_pcfg.corpus.shards.shapes import NoteShape, ShapeError, checked, parse_json
+from lm_pcfg.corpus.shards.shapes import FinishedShape, NoteShape, ShapeError, checked, parse_json
 from lm_pcfg.corpus.text import TextError, read_bounded, read_lines
 from lm_pcfg.corpus.treebank import TreeError, bracketed, read_tree, read_trees
 from lm_pcfg.storage.durable import replace_file
@@ -91,12 +91,16 @@ class Finished:
     def to_json(self) -> dict[str, Any]:
         return {"entry": self.entry.to_json(), "counts": asdict(self.counts), "rows": self.rows}
 
+    @classmethod
+    def of(cls, shape: FinishedShape) -> Finished:
+        return cls(ShardEntry.of(shape.entry), Counts(**shape.counts.model_dump()), shape.rows, fresh=False)
+
 
 @dataclass
 class Reading:
     """What was found while the inputs were read."""
 
-    damage: list[str] = field(default_factory=list)
+    damage: dict[int, str] = field(default_factory=dict)  # by the number of the input
     rows: dict[str, int] = field(default_factory=dict)  # by input
 
 
@@ -163,7 +167,7 @@ def tasks_of(source: Input, options: ReadOptions, shard_lines: int, reading: Rea
     except ShardError as error:
         if options.on_error == "fail":
             raise
-        reading.damage.append(str(error))
+        reading.damage[source.number] = str(error)
     if waiting:
         yield Task(source, part, waiting, first_row)
     reading.rows[source.name] = first_row + len(waiting)
@@ -186,11 +190,10 @@ def finished(folder: Path, task: Task, options: ReadOptions, vocabulary: AnyVoca
         note = checked(NoteShape, parse_json(read_bounded(_note(folder, task.file))))
     except (OSError, ShapeError):
         return None
-    entry = ShardEntry.of(note.entry)
-    found = Finished(entry, Counts(**note.counts.model_dump()), note.rows, fresh=False)
-    if note.made_of != _made_of(task, options, vocabulary) or entry.file != task.file:
+    found = Finished.of(note)
+    if note.made_of != _made_of(task, options, vocabulary) or found.entry.file != task.file:
         return None
-    if problem_with(folder / SHARDS / task.file, entry) is not None:
+    if problem_with(folder / SHARDS / task.file, found.entry) is not None:
         return None
     if found.counts.unreadable and options.on_error == "fail":
         return None  # made with on_error: skip; now it should be an error
@@ -249,6 +252,13 @@ def write_ids(path: Path, lengths: np.ndarray, ids: np.ndarray, columns: dict[st
     starts = range(0, len(lengths), ROW_GROUP_LINES)
     groups = tuple(Histogram.of(lengths[start : start + ROW_GROUP_LINES]) for start in starts)
     return ShardEntry(path.name, sha256, path.stat().st_size, groups)
+
+
+def remove_leftovers_of(folder: Path, inputs: Sequence[Input]) -> None:
+    """Remove the shards of these inputs that a killed call was writing: other calls may be writing others."""
+    for item in inputs:
+        for file in (folder / SHARDS).glob(f"*shard-{item.number:05d}-*.tmp"):
+            file.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:

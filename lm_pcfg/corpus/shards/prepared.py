@@ -46,6 +46,7 @@ MANIFEST = "manifest.json"
 SHARDS = "shards"
 VOCABULARY = "vocab"
 PLAN = "prepare.json"  # what the folder is being made of
+PARTS = "parts"  # what several machines that make it together tell each other
 TEXTS = {"text": "text.txt", "tree": "trees.txt"}  # by the column of the shards, where the corpus has trees
 IDS = "ids"
 ROW_GROUP_LINES = 16_384

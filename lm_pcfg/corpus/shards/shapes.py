@@ -140,13 +140,43 @@ class PlanShape(Shape):
     options: dict[str, Any]
 
 
-class NoteShape(Shape):
-    """What is noted of a finished shard until there is a manifest."""
+class FinishedShape(Shape):
+    """A finished shard."""
 
     entry: ShardShape
     counts: CountsShape
     rows: Count
+
+
+class NoteShape(FinishedShape):
+    """What is noted of a finished shard until there is a manifest."""
+
     made_of: dict[str, Any]
+
+
+class BegunShape(Shape):
+    """What all parts of a corpus have in common (preparation/parts.py)."""
+
+    plan: Sha256
+    parts: Count
+    versions: dict[str, str]
+
+
+class CountedShape(Shape):
+    """The words of the inputs of a part. begun: the checksum of what it has in common with the others."""
+
+    begun: Sha256
+    words: dict[str, Count]
+
+
+class EncodedShape(Shape):
+    """The shards of a part, in their order; rows by the name of an input, damage by its number."""
+
+    begun: Sha256
+    vocabulary: Sha256
+    shards: list[FinishedShape]
+    rows: dict[str, Count]
+    damage: dict[str, str]
 
 
 class ChunkShape(Shape):
