@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -116,6 +117,22 @@ def test_whole_files_that_hold_no_tensors_are_named(tmp_path):
     checkpoint.verify(folder)
     with pytest.raises(checkpoint.CheckpointError, match=rf"{folder.name}/{checkpoint.MODEL} cannot be read: "):
         checkpoint.load(folder, with_optimizer=False)
+
+
+def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path):
+    def fail(*_):
+        raise TimeoutError("it waits")
+
+    os.mkfifo(tmp_path / "pipe")
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, 5.0)
+    try:
+        for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+            with pytest.raises(OSError, match="not a regular file"):
+                durable.open_regular(path)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_file_of_just_so_many_bytes_is_read(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -91,20 +92,43 @@ def test_one_process_says_so(tmp_path):
             "grad_accum_dtype: fp16 would",
         ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param is not supported"),
-        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload is not supported"),
-        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "round_robin_gradients is not supported"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "offload_optimizer is not"),
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, "fp16 would round the weights"),
+        ({"scheduler": {"type": "WarmupLR"}, "zero_optimization": {"stage": 2}}, "scheduler is set by the settings"),
+        ({"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}, "optimizer is set by the settings"),
+        ({}, "DeepSpeed without ZeRO"),
+        ({"zero_optimization": {"stage": 4}}, "DeepSpeed without ZeRO"),
+        *(
+            ({"zero_optimization": {"stage": 3, name: value}}, f"DeepSpeed's {name} is not supported")
+            for name, value in {
+                "mics_shard_size": 2, "zero_hpz_partition_size": 2, "zero_quantized_weights": True,
+                "zero_quantized_nontrainable_weights": True, "zero_quantized_gradients": True, "cpu_offload": True,
+                "cpu_offload_param": True, "round_robin_gradients": True,
+            }.items()
+        ),
     ],
-)
+)  # fmt: skip
 def test_deepspeed_settings_that_would_change_the_result_are_refused(tmp_path, config, message):
     with pytest.raises(UserError, match=message):
         configure(config, load_settings(write_config(tmp_path), []).optimizer)
 
 
 def test_deepspeed_is_told_what_the_loop_decides(tmp_path):
-    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto", "gradient_accumulation_steps": 4}
-    settings = load_settings(write_config(tmp_path), ["optimizer.clip=null"])
-    configure(config, settings.optimizer)
-    assert (config["gradient_clipping"], config["gradient_accumulation_steps"]) == (0.0, 1)
+    for clip, expected in (("null", 0.0), ("0.25", 0.25)):
+        config = {
+            "zero_optimization": {"stage": 2, "compute_grad_norm": False, "offload_param": {"device": "none"}},
+            "gradient_clipping": "auto", "gradient_accumulation_steps": 4, "train_batch_size": 64,
+            "bf16": {"enabled": False}, "communication_data_type": "fp32", "timers": {"other": 1},
+        }  # fmt: skip
+        configure(config, load_settings(write_config(tmp_path), [f"optimizer.clip={clip}"]).optimizer)
+        assert config.pop("train_micro_batch_size_per_gpu") > 0
+        assert config == {
+            "zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}, "gradient_clipping": expected,
+            "gradient_accumulation_steps": 1, "bf16": {"enabled": False}, "communication_data_type": "fp32",
+            "steps_per_print": math.inf, "timers": {"other": 1, "throughput": {"enabled": False}},
+        }  # fmt: skip
+    off = {"mics_shard_size": -1, "zero_hpz_partition_size": 1, "zero_quantized_weights": False, "cpu_offload": False}
+    configure({"zero_optimization": {"stage": 3, **off}}, load_settings(write_config(tmp_path), []).optimizer)
 
 
 def test_null_in_deepspeeds_settings_is_as_if_it_were_not_there(tmp_path):
@@ -241,3 +265,14 @@ def test_cores_are_shared_out_and_tiny_numbers_become_zero(monkeypatch, threads,
     prepare_cpu(threads)
     assert calls == [expected]
     assert torch.tensor([1e-39]).mul(1.0).item() == 0.0  # the fixture in conftest.py sets it back
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(6, 3), (1, 1), (None, 1)])
+def test_cores_where_the_system_does_not_tell_which(monkeypatch, cores, expected):
+    calls = []
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    prepare_cpu()
+    assert calls == [expected]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 import flash_inside
-from flash_inside import ResidentRules, Rules, recomputation
-from flash_inside.precision import product_precision
-from grammars import random_emissions, random_rules, rules_that_lose_a_row
+from flash_inside import ResidentRules, Rules, recomputation, span_limits
+from flash_inside.precision import finite, largest_gradient, product_precision
+from grammars import random_emissions, random_rules, right_branching, rules_that_lose_a_row
 
 
 def run(rules, emissions, lengths, precision, backend, statistics=None):
@@ -101,6 +102,34 @@ def test_impossible_sentences_have_minus_infinity_and_a_zero_gradient(precision,
     alone, only = run(rules, emissions[3:4], [1], precision, backend)
     assert alone.isinf().all()
     assert not any(gradient.any() for gradient in only)
+
+
+def test_only_gradients_of_a_wider_type_are_clamped():
+    most = {dtype: torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16)}
+    for own, largest in most.items():
+        given = torch.tensor([largest, -largest, 1.5], dtype=own)
+        assert torch.equal(finite(given, own), given)
+        for narrow, limit in most.items():
+            found = finite(given, narrow)
+            assert found.dtype == narrow
+            if limit < largest:
+                assert found.tolist() == [limit / 64, -limit / 64, 1.5]
+                assert largest_gradient(narrow) == limit / 64
+
+
+def test_a_span_without_a_tree_is_not_taken_for_a_lost_one():
+    lengths, statistics = [4, 1, 6, 2], flash_inside.Statistics()
+    rules, emissions = right_branching(3, 4, lengths)
+    ours, gradients = run(rules, emissions, lengths, "fp64", "torch", statistics)
+    truth, wanted = run(rules, emissions, lengths, "fp64", "reference")
+    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=0)
+    for got, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    assert statistics == flash_inside.Statistics(sentences=4)
+    limits = np.concatenate([span_limits([(length - 2, length)] if length > 2 else [], length) for length in lengths])
+    within = flash_inside.inside(rules, emissions, lengths, "fp64", "torch", statistics, limits)
+    torch.testing.assert_close(within, truth, rtol=1e-12, atol=0)
+    assert statistics == flash_inside.Statistics(sentences=8)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
