@@ -22,7 +22,7 @@ from lm_pcfg.corpus.batches import (
     make_batch,
     plan_batches,
 )
-from lm_pcfg.corpus.lengths import INVALID, Histogram, Limits, Skipped
+from lm_pcfg.corpus.lengths import Histogram, Limits, Skipped
 from lm_pcfg.corpus.sentences import Sentences
 from lm_pcfg.corpus.stream import BatchStream, TextPlan, left_after, part
 
@@ -116,7 +116,7 @@ def test_a_batch_in_words() -> None:
 
 
 def test_blank_and_unreadable_lines_of_a_histogram() -> None:
-    histogram = Histogram.of(np.array([3, INVALID, 0, 3, INVALID, 0, 5, 1]))
+    histogram = Histogram.of(np.array([3, -1, 0, 3, -1, 0, 5, 1]))
     assert (histogram.lines, histogram.words, histogram.unreadable) == (8, 12, 2)
     limits = Limits(max_length=4, min_length=2)
     assert histogram.kept(limits, ends=True).to_json() == [[1, 1], [3, 2]]

@@ -243,6 +243,15 @@ def test_a_row_that_is_lost_as_a_whole_is_noticed():
     assert not dense.inside_unchecked(PairRules(root, pairs), words, [3])[1].any()
 
 
+def test_a_word_whose_likely_tag_is_lost_is_computed_again():
+    """The tag that explains it has a root of 1e-60, the other e^-120: 1e-52, which fp32 cannot hold."""
+    root, statistics = torch.tensor([0.0, 1e-60, 1.0], dtype=torch.float64), Statistics()
+    rules, words = PairRules(root, torch.full((1, 3, 3), 1 / 9)), torch.tensor([[0.0, -120.0], [0.0, 0.0]])
+    assert dense.inside(rules, words, [1, 1], statistics=statistics).tolist() == pytest.approx([-120.0, 0.0])
+    assert statistics == Statistics(sentences=2, recomputed=1)
+    assert dense.inside_unchecked(rules, words, [1, 1])[1].tolist() == [False, True]
+
+
 def test_impossible_sentences_and_nan():
     rules, emissions = pair_rules(2, 3), random_emissions(7, 3)
     emissions[1] = float("-inf")

@@ -7,8 +7,19 @@ import pytest
 import torch
 
 import flash_inside
-from flash_inside import ResidentRules, Rules, recomputation, span_limits
-from flash_inside.precision import finite, largest_gradient, product_precision
+from flash_inside import (
+    ResidentRules,
+    Rules,
+    precision,
+    recomputation,
+    reference,
+    scaled,
+    span_limits,
+    trees,
+)
+from flash_inside.dense import plan
+from flash_inside.dense import scaled as dense_scaled
+from flash_inside.precision import finite, largest_gradient, product_precision, upcast
 from grammars import random_emissions, random_rules, right_branching, rules_that_lose_a_row
 
 
@@ -102,6 +113,44 @@ def test_impossible_sentences_have_minus_infinity_and_a_zero_gradient(precision,
     alone, only = run(rules, emissions[3:4], [1], precision, backend)
     assert alone.isinf().all()
     assert not any(gradient.any() for gradient in only)
+
+
+def test_a_word_whose_likely_tag_is_lost_is_computed_again():
+    """The tag that explains it has a root of 1e-60, the other e^-120: 1e-52, which fp32 cannot hold."""
+    root = torch.tensor([0.0, 1e-60, 1.0], dtype=torch.float64)
+    words, statistics = torch.tensor([[0.0, -120.0], [0.0, 0.0]]), flash_inside.Statistics()
+    side = torch.full((1, 3), 1 / 3)
+    found = flash_inside.inside(Rules(root, side, side), words, [1, 1], statistics=statistics)
+    assert found.tolist() == pytest.approx([-120.0, 0.0])
+    assert statistics == flash_inside.Statistics(sentences=2, recomputed=1)
+
+
+def test_limits_of_formats_and_blocks_are_sensible():
+    """Tolerances are small shares. Blocks are a few hundred megabytes at most, and not one row at a time."""
+    shares = [*precision.TOLERANCE.values(), *precision.TOLERANCE_OF_NORMALIZERS.values()]
+    assert all(0 < share <= 0.2 for share in [precision.TOLERANCE_OF_TREES, *sum(shares, ())])
+    blocks = scaled.LARGEST_BLOCK, dense_scaled.LARGEST_BLOCK, trees.LARGEST_BLOCK, reference._LogMatmul.LARGEST_BLOCK
+    for size in (*blocks, scaled.MOST_SPLITS_KEPT, plan.MOST_SPLITS_KEPT):
+        assert 1 << 20 <= size <= 1 << 26
+
+
+def test_a_second_derivative_through_a_wider_type_is_refused():
+    tensor = torch.ones(2, requires_grad=True)
+    (gradient,) = torch.autograd.grad((upcast(tensor) ** 2).sum(), tensor, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_rows_that_are_converted_alone_have_their_gradient_at_their_place():
+    tensor, index = torch.arange(6.0).view(3, 2).requires_grad_(), torch.tensor([2, 0])
+    for given, kind in ((tensor, torch.float64), (tensor.double(), torch.float64)):
+        found = upcast(given, index)
+        assert (found.dtype, found.tolist()) == (kind, [[4, 5], [0, 1]])
+    found = upcast(tensor, index)
+    weights = torch.tensor([[1e300, 2], [3, -1e300]], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((found * weights).sum(), tensor)
+    limit = largest_gradient(torch.float32)
+    assert gradient.tolist() == [[3, -limit], [0, 0], [limit, 2]]
 
 
 def test_only_gradients_of_a_wider_type_are_clamped():

@@ -15,6 +15,8 @@ import torch
 
 import flash_inside
 from flash_inside import Rules, trees
+from flash_inside.packing import Layout
+from flash_inside.sampling import SampledTrees
 from grammars import bracketings, random_emissions, random_rules, right_branching, score_of
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import analysis, generation
@@ -149,6 +151,20 @@ def test_rules_that_the_format_cannot_hold_are_drawn_as_well():
     assert found[0][0][0] == pytest.approx(score_of(rules, emissions[:5], found[0][0][1]), rel=1e-6)
 
 
+@pytest.mark.parametrize("depth", [60.0, 85.0, 88.0, 95.0, 100.0, 104.0, 150.0])
+def test_what_the_format_holds_in_part_is_computed_again(depth):
+    """Below 1e-38 fp32 has fewer digits, and below 1e-45 none. A symbol that no rule takes is 1 next to the others."""
+    root, left, right = random_rules(3, 4, seed=1)
+    emissions = random_emissions(3, 4, seed=1) - depth
+    emissions[:, 0] = 0.0
+    left[:, 3] = right[:, 3] = 1e-60
+    fp32, fp64 = (
+        SampledTrees(Rules(root, left, right), emissions, Layout([3]), dtype, 0, torch.default_generator).children
+        for dtype in (torch.float32, torch.float64)
+    )
+    torch.testing.assert_close(fp32.double(), fp64, rtol=1e-6, atol=0)
+
+
 def test_spans_without_a_tree_are_in_no_tree():
     lengths = [4, 1, 6, 2]
     rules, emissions = right_branching(3, 4, lengths)
@@ -184,6 +200,7 @@ def test_the_generator_decides_the_trees():
     assert one != other
     torch.manual_seed(1)
     assert flash_inside.sample_trees(rules, emissions, lengths, 20) == one  # PyTorch's own generator
+    assert [len(of_sentence) for of_sentence in flash_inside.sample_trees(rules, emissions, lengths)] == [1, 1]
 
 
 def test_one_grammar_per_sentence():

@@ -145,6 +145,7 @@ def test_the_last_and_the_best_are_kept(tmp_path, monkeypatch):
     kept = [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(folder)]
     assert kept == [4, 8, 10, 14, 16]  # values 2, 1, 3 and the last two
     assert (folder / "best").resolve().name == "step-00000008"
+    assert (folder / "last_checkpoint").read_text() == "step-00000016\n"
 
 
 def test_a_copy_does_not_follow_its_tensor():

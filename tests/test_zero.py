@@ -74,6 +74,15 @@ def test_one_process_on_a_gpu_has_its_learning_rate_there(monkeypatch):
     assert all(group["capturable"] for group in optimizer.param_groups)
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_the_optimizer_is_that_of_the_settings(name):
+    settings = OptimizerSection(name=name, learning_rate=0.25, betas=[0.5, 0.75], weight_decay=0.125)
+    made = learner.make_optimizer(nn.Linear(2, 1), settings)
+    assert type(made).__name__.lower() == name
+    expected = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 1e-8, "weight_decay": 0.125, "fused": False}
+    assert {key: made.defaults[key] for key in expected} == expected
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_weights_that_have_no_shape_between_steps_take_no_hook(monkeypatch, stage):
     clocks = []
