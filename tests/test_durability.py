@@ -202,7 +202,7 @@ def test_names_are_swapped_if_the_system_can(tmp_path, monkeypatch, code):
     ("error", "expected"),
     [
         (OSError(errno.EIO, "Input/output error"), "Input/output error"),
-        (ValueError("Error while serializing: I/O error: No space left on device (os error 28)"), "No space left on device"),
+        (ValueError("while serializing: I/O error: No space left on device (os error 28)"), "No space left on device"),
         (ValueError("two\n  lines"), "two lines"),
         (ValueError(), "ValueError"),
         (OSError("without a number"), "without a number"),

@@ -281,7 +281,7 @@ def raising_user_error():
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (RuntimeError("[/pytorch/gloo.cc:12] Connection closed by peer\n [1]. This may be"), "Connection closed by peer [1]"),
+        (RuntimeError("[/gloo/pair.cc:12] Connection closed by peer\n [1]. This is"), "Connection closed by peer [1]"),
         (OSError("Broken pipe"), "Broken pipe"),
         (RuntimeError("NCCL " + 300 * "x"), "NCCL " + 195 * "x"),
         (RuntimeError("a bug"), None),

@@ -10,7 +10,6 @@ import flash_inside
 from flash_inside import (
     ResidentRules,
     Rules,
-    precision,
     recomputation,
     reference,
     scaled,
@@ -19,7 +18,15 @@ from flash_inside import (
 )
 from flash_inside.dense import plan
 from flash_inside.dense import scaled as dense_scaled
-from flash_inside.precision import finite, largest_gradient, product_precision, upcast
+from flash_inside.precision import (
+    TOLERANCE,
+    TOLERANCE_OF_NORMALIZERS,
+    TOLERANCE_OF_TREES,
+    finite,
+    largest_gradient,
+    product_precision,
+    upcast,
+)
 from grammars import random_emissions, random_rules, right_branching, rules_that_lose_a_row
 
 
@@ -127,8 +134,8 @@ def test_a_word_whose_likely_tag_is_lost_is_computed_again():
 
 def test_limits_of_formats_and_blocks_are_sensible():
     """Tolerances are small shares. Blocks are a few hundred megabytes at most, and not one row at a time."""
-    shares = [*precision.TOLERANCE.values(), *precision.TOLERANCE_OF_NORMALIZERS.values()]
-    assert all(0 < share <= 0.2 for share in [precision.TOLERANCE_OF_TREES, *sum(shares, ())])
+    shares = [*TOLERANCE.values(), *TOLERANCE_OF_NORMALIZERS.values()]
+    assert all(0 < share <= 0.2 for share in [TOLERANCE_OF_TREES, *sum(shares, ())])
     blocks = scaled.LARGEST_BLOCK, dense_scaled.LARGEST_BLOCK, trees.LARGEST_BLOCK, reference._LogMatmul.LARGEST_BLOCK
     for size in (*blocks, scaled.MOST_SPLITS_KEPT, plan.MOST_SPLITS_KEPT):
         assert 1 << 20 <= size <= 1 << 26

@@ -161,7 +161,7 @@ def test_an_optimizer_state_that_does_not_fit_is_refused(loading, optimizer, mes
         loading.load({}, optimizer)
 
 
-# ---- ZeRO 3: a parameter is cut into equal parts, the last one padded --------------------------------------------------
+# ---- ZeRO 3: a parameter is cut into equal parts, the last one padded ------------------------------------------------
 
 
 @pytest.fixture
