@@ -180,7 +180,7 @@ class TestEarlierSettings:
         assert len(run_folder.earlier_configs(tmp_path)) == 1
 
     def test_of_many_the_first_and_the_newest_stay(self, tmp_path):
-        for seed in range(30):
+        for seed in range(24):
             self.begin(tmp_path, f"seed: {seed}\n")
             expected = list(range(1, seed + 1))
             if len(expected) > 20:
