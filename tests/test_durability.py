@@ -127,6 +127,32 @@ def test_what_is_deleted_is_gone(tmp_path):
     assert list(folder.parent.iterdir()) == []
 
 
+def test_a_folder_that_resists_deletion_costs_space_only(tmp_path, monkeypatch):
+    """... and is tried again: nothing fails for it."""
+    folder, later = save(tmp_path, 1), save(tmp_path, 2)
+    (tmp_path / "checkpoints" / f".writing-step-9.{durable._host()}.{DEAD_PID}").mkdir()
+
+    def resist(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(shutil, "rmtree", resist)
+    durable.remove_leftovers(folder.parent)
+    durable.delete(folder)
+    assert checkpoint.list_checkpoints(tmp_path) == [later]
+    monkeypatch.setattr(durable, "_exchange", lambda one, other: False)
+    assert save(tmp_path, 2) == later
+
+
+def test_a_file_that_cannot_be_begun_says_why(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(durable, "open", refuse, raising=False)
+    with pytest.raises(PermissionError):
+        durable.replace_file(tmp_path / "file", b"")
+
+
 def test_what_another_host_wrote_is_abandoned_after_an_hour(tmp_path, monkeypatch):
     names = [f".writing-step-{number}.elsewhere.1" for number in (1, 2)]
     for name, age in zip(names, (3599.5, 3600.5), strict=True):

@@ -258,7 +258,9 @@ def test_metrics_that_are_no_file_are_told(tmp_path: Path) -> None:
     assert check_metrics(path) == (0, [f"{path} is not a regular file"])
 
 
-@pytest.mark.parametrize("line", [b"[1]", b"7", b"null", b"{}", b'{"step": "1"}', b'{"step": 1.0}', b'{"step": true}'])
+@pytest.mark.parametrize(
+    "line", [b"[1]", b"7", b"null", b"{}", b'{"step": "1"}', b'{"step": 1.0}', b'{"step": true}', b"[" * 100_000]
+)
 def test_json_that_is_no_line_of_ours_is_left_out(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     file_with_steps(path, range(2)).close()

@@ -23,6 +23,7 @@ from flash_inside.precision import (
     TOLERANCE_OF_NORMALIZERS,
     TOLERANCE_OF_TREES,
     finite,
+    full_matmul_precision,
     largest_gradient,
     product_precision,
     upcast,
@@ -130,6 +131,21 @@ def test_a_word_whose_likely_tag_is_lost_is_computed_again():
     found = flash_inside.inside(Rules(root, side, side), words, [1, 1], statistics=statistics)
     assert found.tolist() == pytest.approx([-120.0, 0.0])
     assert statistics == flash_inside.Statistics(sentences=2, recomputed=1)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_sums_of_products_are_full_precision_meanwhile(before):
+    settings = torch.backends.cuda.matmul
+    earlier = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = before
+    try:
+        for name, products in (("fp32", "ieee"), ("bf16", "ieee"), ("tf32", "tf32")):
+            with full_matmul_precision(name):
+                assert not settings.allow_bf16_reduced_precision_reduction
+                assert settings.fp32_precision == products
+            assert settings.allow_bf16_reduced_precision_reduction == before
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = earlier
 
 
 def test_limits_of_formats_and_blocks_are_sensible():

@@ -202,8 +202,8 @@ class TestClaim:
             assert folder.claim()
             with pytest.raises(UserError, match="is in use by another training; give this one another name="):
                 run_folder.RunFolder(folder.path, "").claim()
-            folder.release()
             assert run_folder._launched_by(folder.path) == launcher
+            folder.release()
         assert not folder.claim(lambda: False)
         assert folder.claim()  # it was let go again
         folder.release()
