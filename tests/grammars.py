@@ -65,6 +65,22 @@ def rules_with_a_faint_split(inner: float, outer: float) -> tuple[Rules, Tensor]
     return Rules(root, left, right), torch.full((4, p), -300.0).fill_diagonal_(0.0)
 
 
+def right_branching(n: int, p: int, lengths: list[int], seed: int = 0) -> tuple[Rules, Tensor]:
+    """Rules and emissions of sentences whose only trees branch to the right: the last preterminal has the last word.
+
+    A left child is one of the other preterminals, a right child a nonterminal or the last word. So a span of several
+    words that ends before the sentence has no tree at all, and none of these rows is lost by rounding.
+    """
+    root, left, right = random_rules(n, p, seed=seed)
+    left[:, :n] = left[:, -1] = right[:, n:-1] = 0.0
+    emissions = random_emissions(sum(lengths), p, seed=seed)
+    emissions[:, -1] = float("-inf")
+    last = np.cumsum(lengths) - 1
+    emissions[last] = float("-inf")
+    emissions[last, -1] = 0.0
+    return Rules(root, left / left.sum(1, keepdim=True), right / right.sum(1, keepdim=True)), emissions
+
+
 Span = tuple[int, int]
 
 

@@ -73,10 +73,12 @@ MODULES = {
     "lm_pcfg/distributed/zero.py": "zero engine_choice",
     **{f"lm_pcfg/storage/{path.name}": STORAGE for path in (ROOT / "lm_pcfg" / "storage").glob("[a-z]*.py")},
     "lm_pcfg/storage/checkpoint.py": "durability checkpoint_choice checkpoint checkpoint_optimizer saving run_folder",
-    "lm_pcfg/storage/durable.py": "durability checkpoint metrics_file vocabulary",
+    "lm_pcfg/storage/durable.py": "durability checkpoint metrics_file vocabulary run_folder",
+    "lm_pcfg/storage/exported.py": "export export_elsewhere",
+    "lm_pcfg/storage/hub.py": "export_elsewhere export",
     "lm_pcfg/storage/metrics_file.py": "metrics_file saving training",
-    "lm_pcfg/storage/run_folder.py": "checkpoint_choice engine_choice run_folder training",
-    "lm_pcfg/storage/state_file.py": f"{STORAGE} hostile_state",
+    "lm_pcfg/storage/run_folder.py": "checkpoint_choice run_folder engine_choice resumption training",
+    "lm_pcfg/storage/state_file.py": f"hostile_state {STORAGE}",
     "lm_pcfg/storage/saving.py": "saving training",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +13,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lm_pcfg.corpus.batches import Batch, BatchError, BatchOptions, batch_hash, make_batch, plan_batches
-from lm_pcfg.corpus.lengths import Histogram, Skipped
+from lm_pcfg.corpus.batches import (
+    Batch,
+    BatchError,
+    BatchOptions,
+    batch_hash,
+    describe_lengths,
+    make_batch,
+    plan_batches,
+)
+from lm_pcfg.corpus.lengths import Histogram, Limits, Skipped
 from lm_pcfg.corpus.sentences import Sentences
 from lm_pcfg.corpus.stream import BatchStream, TextPlan, left_after, part
 
@@ -97,6 +106,27 @@ def test_cost_is_balanced_on_ptb_like_lengths(longest: int, budget: int) -> None
 def test_sentence_above_the_budget_is_alone() -> None:
     plan = plan_batches(np.array([50, 3, 3, 3, 60]), BatchOptions(by="cost", cost=100))
     assert [batch.tolist() for batch in plan] == [[1, 2, 3], [0], [4]]
+
+
+def test_a_batch_in_words() -> None:
+    assert describe_lengths([]) == "a batch without sentences"
+    assert describe_lengths([1200]) == "a batch of one sentence of 1,200 words"
+    assert describe_lengths([7, 7], "pieces") == "a batch of 2 sentences of 7 pieces, 14 in all"
+    assert describe_lengths([9, 1000, 30]) == "a batch of 3 sentences of 9 to 1,000 words, 1,039 in all"
+
+
+def test_blank_and_unreadable_lines_of_a_histogram() -> None:
+    histogram = Histogram.of(np.array([3, -1, 0, 3, -1, 0, 5, 1]))
+    assert (histogram.lines, histogram.words, histogram.unreadable) == (8, 12, 2)
+    limits = Limits(max_length=4, min_length=2)
+    assert histogram.kept(limits, ends=True).to_json() == [[1, 1], [3, 2]]
+    assert histogram.kept(limits, ends=False).to_json() == [[3, 2]]
+    assert histogram.skipped(limits, ends=False) == Skipped(blank=2, too_long=1, too_short=1)
+    assert histogram.skipped(limits, ends=False).total == 4
+    assert Histogram.from_json(histogram.to_json()) == histogram
+    assert Limits(4, 2).at_most(3) == Limits(3, 2) == Limits(3, 2).at_most(None)
+    assert Limits().at_most(7) == Limits(7)
+    assert Limits().judge(np.array([-1, 0, 1, 10**6]), ends=False).tolist() == [1, 2, 0, 0]
 
 
 def test_the_longest_lines_of_a_histogram() -> None:
@@ -303,6 +333,54 @@ def test_length_curriculum() -> None:
         assert max(batch.n_words for batch in batches) == min(3 + epoch, 5)
     with pytest.raises(BatchError, match="no sentences of at most 1 words"):
         stream_of(sentences, BatchOptions(), curriculum=lambda epoch: 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_left_are_those_that_are_taken(world_size: int, accumulate: int) -> None:
+    """... whatever was taken before, and however many batches the epochs have."""
+    options = BatchOptions(sentences=1, accumulate=accumulate)
+    stream = stream_of(
+        corpus([3, 3, 4, 5, 5, 6, 6]), options, curriculum=lambda epoch: 3 + epoch, world_size=world_size
+    )
+    assert [stream.batches_per_epoch(epoch) for epoch in range(5)] == [2, 3, 5, 7, 7]
+    expected = [stream.steps_per_epoch(epoch) for epoch in range(5)]
+    assert expected == [-(-batches // (world_size * accumulate)) for batches in (2, 3, 5, 7, 7)]
+    for epochs in (0, 1, 3, 5):
+        assert stream.steps_left(epochs) == sum(expected[:epochs])
+    left = sum(expected[:4])
+    while stream.epoch < 4:
+        assert stream.steps_left(4) == left
+        stream.next_step()
+        left -= 1
+    assert (left, stream.steps_left(4), stream.steps_left(5)) == (0, 0, expected[4])
+
+
+def test_the_costliest_batches_of_an_epoch() -> None:
+    options = BatchOptions(sentences=2, accumulate=2)
+    stream = stream_of(corpus([9, 1, 7, 2, 8, 3]), options, curriculum=lambda epoch: 8 + epoch)
+    before = stream.state()
+    assert [batch.cost for batch in stream.costliest_step(1)] == [64 + 81, 9 + 49]
+    assert [sorted(batch.lengths) for batch in stream.costliest_step(0)] == [[7, 8], [2, 3]]
+    assert stream.state() == before
+
+
+@pytest.mark.parametrize("epochs", [None, 0.0, 1.0, 1.5])
+def test_brackets_end_within_an_epoch(epochs: float | None) -> None:
+    """Of two epochs of four batches, the first ones have brackets: after 1.5 epochs six of them."""
+    sentences = corpus([3] * 8)
+    sentences = replace(sentences, limits=np.arange(48, dtype=np.int32).reshape(24, 2))
+    stream = stream_of(sentences, BatchOptions(sentences=2), bracketed_epochs=epochs)
+    first = stream.costliest_step(1)[0]
+    assert (first.limits is None) == (epochs in (0.0, 1.0))
+    batches = take_epoch(stream) + take_epoch(stream)
+    bracketed = 8 if epochs is None else int(4 * epochs)
+    assert [batch.limits is not None for batch in batches] == [True] * bracketed + [False] * (8 - bracketed)
+    for batch in batches[:bracketed]:
+        assert batch.limits is not None
+        assert batch.limits[:, 0].tolist() == [2 * word for word in batch.words.tolist()]
+    plans = [stream_of(sentences, BatchOptions(), bracketed_epochs=other).plan for other in (None, 0.0, 1.0, 1.5)]
+    assert len({plan.fingerprint for plan in plans}) == 4
 
 
 def test_wrong_arguments() -> None:

@@ -172,6 +172,19 @@ class TestBesideATraining:
 
         assert checkpoint.with_chosen(tmp_path, read) == first
 
+    def test_five_times_at_most(self, tmp_path: Path) -> None:
+        folders = [save(tmp_path, step) for step in range(1, 7)]
+        calls = []
+
+        def read(folder: Path) -> None:
+            calls.append(folder)
+            shutil.rmtree(folder)
+            raise CheckpointError("damaged")
+
+        with pytest.raises(CheckpointError, match="faster than they are read; try again"):
+            checkpoint.with_chosen(tmp_path, read)
+        assert calls == folders[:0:-1]
+
     def test_another_error_is_told_at_once(self, tmp_path: Path) -> None:
         calls = []
 

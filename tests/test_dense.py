@@ -15,10 +15,10 @@ from torch.func import functional_call
 import flash_inside
 from command_line import lm_pcfg
 from flash_inside import Rules, Statistics, dense, devices
-from flash_inside.dense import PairRules, differentiable, plan, reference, scaled
+from flash_inside.dense import PairRules, differentiable, interface, plan, reference, scaled
 from flash_inside.packing import SplitRows
 from flash_inside.precision import largest_gradient
-from grammars import bracketings, crosses, raising, random_emissions, random_rules
+from grammars import bracketings, crosses, raising, random_emissions, random_rules, right_branching
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import families
 from lm_pcfg.grammar.computation import EXACT, backward_through
@@ -82,9 +82,11 @@ def enumerated(rules: PairRules, emissions, brackets=()) -> tuple[float, np.ndar
 def test_equals_enumeration_of_all_labelled_trees(root, backend):
     rules, emissions = pair_rules(2, 2, root=root, spread=2.0), random_emissions(sum(LENGTHS), 2)
     brackets = [some_brackets(length, seed) for seed, length in enumerate(LENGTHS)]
-    log_z = dense.inside(rules, emissions, LENGTHS, "fp64", backend)
-    within = dense.inside(rules, emissions, LENGTHS, "fp64", backend, limits=packed_limits(brackets, LENGTHS))
-    tables = dense.span_marginals(rules, emissions, LENGTHS, "fp64", backend)
+    limits, statistics = packed_limits(brackets, LENGTHS), Statistics()
+    log_z = dense.inside(rules, emissions, LENGTHS, "fp64", backend, statistics)
+    within = dense.inside(rules, emissions, LENGTHS, "fp64", backend, statistics, limits)
+    tables = dense.span_marginals(rules, emissions, LENGTHS, "fp64", backend, statistics)
+    assert statistics == Statistics(sentences=3 * len(LENGTHS))  # none was computed again in log space
     for b, words in enumerate(emissions.split(LENGTHS)):
         total, spans = enumerated(rules, words)
         assert log_z[b].exp().item() == pytest.approx(total, rel=1e-12)
@@ -117,6 +119,28 @@ def test_equals_the_simple_pcfg_where_rules_factor(backend):
         strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+
+
+def test_spans_that_end_in_a_word_alone():
+    """The second table of posteriors, of every span, by both ways; its last column is `last_siblings`."""
+    rules, emissions = pair_rules(3, 4, spread=2.0), random_emissions(sum(LENGTHS), 4)
+    ways = [interface._posteriors(rules, emissions, LENGTHS, "fp64", backend, None) for backend in BACKENDS]
+    for (_, ours), (spans, truth) in zip(*ways, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-14)
+        assert (truth <= spans + 1e-12).all()
+    assert ways[1][2][1][0, 2] == pytest.approx(ways[1][2][0][0, 2])  # of two words: always
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["free", "bracketed"])
+def test_a_span_without_a_tree_is_not_taken_for_a_lost_one(within):
+    lengths = [4, 1, 6, 2]
+    rules, emissions = right_branching(3, 4, lengths)
+    limits = packed_limits([[(length - 2, length)] if length > 2 else [] for length in lengths], lengths)
+    truth = flash_inside.inside(rules, emissions, lengths, "fp64", "reference")
+    statistics = Statistics()
+    found = dense.inside(paired(rules), emissions, lengths, "fp64", "torch", statistics, limits if within else None)
+    torch.testing.assert_close(found, truth, rtol=1e-12, atol=0)
+    assert statistics == Statistics(sentences=4)
 
 
 @pytest.mark.parametrize("root", ["all", "nonterminals"])
@@ -219,6 +243,15 @@ def test_a_row_that_is_lost_as_a_whole_is_noticed():
     assert not dense.inside_unchecked(PairRules(root, pairs), words, [3])[1].any()
 
 
+def test_a_word_whose_likely_tag_is_lost_is_computed_again():
+    """The tag that explains it has a root of 1e-60, the other e^-120: 1e-52, which fp32 cannot hold."""
+    root, statistics = torch.tensor([0.0, 1e-60, 1.0], dtype=torch.float64), Statistics()
+    rules, words = PairRules(root, torch.full((1, 3, 3), 1 / 9)), torch.tensor([[0.0, -120.0], [0.0, 0.0]])
+    assert dense.inside(rules, words, [1, 1], statistics=statistics).tolist() == pytest.approx([-120.0, 0.0])
+    assert statistics == Statistics(sentences=2, recomputed=1)
+    assert dense.inside_unchecked(rules, words, [1, 1])[1].tolist() == [False, True]
+
+
 def test_impossible_sentences_and_nan():
     rules, emissions = pair_rules(2, 3), random_emissions(7, 3)
     emissions[1] = float("-inf")
@@ -244,6 +277,11 @@ def test_what_cannot_be_meant_is_refused():
         ((PairRules(rules.root[:2], torch.ones(2, 2, 2)), emissions[:, :0], [7]), r"root must be \[N\] or \[N\+P\]"),
         ((PairRules(rules.root[:0], torch.ones(0, 3, 3)), emissions, [7]), r"root must be \[N\] or \[N\+P\]"),
         ((PairRules(rules.root[:3], rules.pairs), emissions, [7]), r"root must be \[N\] or \[N\+P\]"),
+        ((PairRules(rules.root[:3], rules.pairs[:, :, :3]), emissions[:, :1], [7]), r"not \[3\] and \[2, 5, 3\]"),
+        ((PairRules(rules.root[None], rules.pairs), emissions, [7]), r"not \[1, 5\] and \[2, 5, 5\]"),
+        ((PairRules(rules.root[None], rules.pairs.expand(2, -1, -1, -1)), emissions, [3, 4]), r"not \[1, 5\] and"),
+        ((PairRules(rules.root[None], rules.pairs[None]), emissions, [3, 4]), "1 grammars for 2 sentences"),
+        ((PairRules(rules.root, rules.pairs.to("meta")), emissions, [7]), r"not on \['cpu', 'meta'\]"),
         ((rules, emissions, [7], "fp32", "triton"), "no dense inside algorithm"),
         ((rules, emissions, [7], "bf16", "reference"), "fp64 or fp32"),
     ):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import signal
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,6 +119,139 @@ def test_whole_files_that_hold_no_tensors_are_named(tmp_path):
     checkpoint.verify(folder)
     with pytest.raises(checkpoint.CheckpointError, match=rf"{folder.name}/{checkpoint.MODEL} cannot be read: "):
         checkpoint.load(folder, with_optimizer=False)
+
+
+def test_what_is_deleted_is_gone(tmp_path):
+    folder = save(tmp_path, 1)
+    durable.delete(folder)
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_a_folder_that_resists_deletion_costs_space_only(tmp_path, monkeypatch):
+    """... and is tried again: nothing fails for it."""
+    folder, later = save(tmp_path, 1), save(tmp_path, 2)
+    (tmp_path / "checkpoints" / f".writing-step-9.{durable._host()}.{DEAD_PID}").mkdir()
+
+    def resist(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(shutil, "rmtree", resist)
+    durable.remove_leftovers(folder.parent)
+    durable.delete(folder)
+    assert checkpoint.list_checkpoints(tmp_path) == [later]
+    monkeypatch.setattr(durable, "_exchange", lambda one, other: False)
+    assert save(tmp_path, 2) == later
+
+
+def test_a_file_that_cannot_be_begun_says_why(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(durable, "open", refuse, raising=False)
+    with pytest.raises(PermissionError):
+        durable.replace_file(tmp_path / "file", b"")
+
+
+def test_what_another_host_wrote_is_abandoned_after_an_hour(tmp_path, monkeypatch):
+    names = [f".writing-step-{number}.elsewhere.1" for number in (1, 2)]
+    for name, age in zip(names, (3599.5, 3600.5), strict=True):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (10**9 - age,) * 2)
+    monkeypatch.setattr(durable.time, "time", lambda: 1e9)
+    durable.remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == names[:1]
+
+
+@pytest.mark.parametrize("error", [PermissionError, ProcessLookupError, None])
+def test_a_process_that_may_not_be_asked_lives(tmp_path, monkeypatch, error):
+    def kill(pid, number):
+        assert (pid, number) == (7, 0)
+        if error:
+            raise error
+
+    monkeypatch.setattr(os, "kill", kill)
+    (tmp_path / f".writing-x.{durable._host()}.7").mkdir()
+    durable.remove_leftovers(tmp_path)
+    assert len(list(tmp_path.iterdir())) == (error is not ProcessLookupError)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_file_systems_that_cannot_sync_a_folder(tmp_path, monkeypatch, number):
+    (tmp_path / "file").touch()
+
+    def fail(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=os.strerror(number)):
+        durable.fsync(tmp_path / "file")
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            durable.fsync(tmp_path)
+    else:
+        durable.fsync(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_folder_that_one_may_not_list_is_not_synced(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        durable.fsync(tmp_path)
+        with pytest.raises(PermissionError):
+            durable.fsync(tmp_path / "file")
+
+
+@pytest.mark.parametrize("code", [0, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EIO])
+def test_names_are_swapped_if_the_system_can(tmp_path, monkeypatch, code):
+    calls = []
+    library = SimpleNamespace(renameat2=lambda *given: calls.append(given) or -bool(code))
+    monkeypatch.setattr(durable.ctypes, "CDLL", lambda name, use_errno: library if use_errno else None)
+    monkeypatch.setattr(durable.ctypes, "get_errno", lambda: code)
+    if code == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            durable._exchange(tmp_path / "one", tmp_path / "other")
+    else:
+        assert durable._exchange(tmp_path / "one", tmp_path / "other") == (code == 0)
+    assert calls == [(-100, bytes(tmp_path / "one"), -100, bytes(tmp_path / "other"), 2)]
+    del library.renameat2
+    assert not durable._exchange(tmp_path / "one", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        (ValueError("while serializing: I/O error: No space left on device (os error 28)"), "No space left on device"),
+        (ValueError("two\n  lines"), "two lines"),
+        (ValueError(), "ValueError"),
+        (OSError("without a number"), "without a number"),
+    ],
+)  # fmt: skip
+def test_reasons_are_one_line(error, expected):
+    assert durable.reason(error) == expected
+
+
+def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path):
+    def fail(*_):
+        raise TimeoutError("it waits")
+
+    os.mkfifo(tmp_path / "pipe")
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, 5.0)
+    try:
+        for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+            with pytest.raises(OSError, match="not a regular file"):
+                durable.open_regular(path)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_file_of_just_so_many_bytes_is_read(tmp_path):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
 import torch
 
-from lm_pcfg.distributed import launcher
+from lm_pcfg.distributed import collectives, launcher
 from lm_pcfg.distributed.collectives import (
     Collectives,
+    ProcessGroup,
     lost_contact_reported,
     prepare_cpu,
     seconds_between,
@@ -91,20 +93,43 @@ def test_one_process_says_so(tmp_path):
             "grad_accum_dtype: fp16 would",
         ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param is not supported"),
-        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload is not supported"),
-        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "round_robin_gradients is not supported"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "offload_optimizer is not"),
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, "fp16 would round the weights"),
+        ({"scheduler": {"type": "WarmupLR"}, "zero_optimization": {"stage": 2}}, "scheduler is set by the settings"),
+        ({"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}, "optimizer is set by the settings"),
+        ({}, "DeepSpeed without ZeRO"),
+        ({"zero_optimization": {"stage": 4}}, "DeepSpeed without ZeRO"),
+        *(
+            ({"zero_optimization": {"stage": 3, name: value}}, f"DeepSpeed's {name} is not supported")
+            for name, value in {
+                "mics_shard_size": 2, "zero_hpz_partition_size": 2, "zero_quantized_weights": True,
+                "zero_quantized_nontrainable_weights": True, "zero_quantized_gradients": True, "cpu_offload": True,
+                "cpu_offload_param": True, "round_robin_gradients": True,
+            }.items()
+        ),
     ],
-)
+)  # fmt: skip
 def test_deepspeed_settings_that_would_change_the_result_are_refused(tmp_path, config, message):
     with pytest.raises(UserError, match=message):
         configure(config, load_settings(write_config(tmp_path), []).optimizer)
 
 
 def test_deepspeed_is_told_what_the_loop_decides(tmp_path):
-    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto", "gradient_accumulation_steps": 4}
-    settings = load_settings(write_config(tmp_path), ["optimizer.clip=null"])
-    configure(config, settings.optimizer)
-    assert (config["gradient_clipping"], config["gradient_accumulation_steps"]) == (0.0, 1)
+    for clip, expected in (("null", 0.0), ("0.25", 0.25)):
+        config = {
+            "zero_optimization": {"stage": 2, "compute_grad_norm": False, "offload_param": {"device": "none"}},
+            "gradient_clipping": "auto", "gradient_accumulation_steps": 4, "train_batch_size": 64,
+            "bf16": {"enabled": False}, "communication_data_type": "fp32", "timers": {"other": 1},
+        }  # fmt: skip
+        configure(config, load_settings(write_config(tmp_path), [f"optimizer.clip={clip}"]).optimizer)
+        assert config.pop("train_micro_batch_size_per_gpu") > 0
+        assert config == {
+            "zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}, "gradient_clipping": expected,
+            "gradient_accumulation_steps": 1, "bf16": {"enabled": False}, "communication_data_type": "fp32",
+            "steps_per_print": math.inf, "timers": {"other": 1, "throughput": {"enabled": False}},
+        }  # fmt: skip
+    off = {"mics_shard_size": -1, "zero_hpz_partition_size": 1, "zero_quantized_weights": False, "cpu_offload": False}
+    configure({"zero_optimization": {"stage": 3, **off}}, load_settings(write_config(tmp_path), []).optimizer)
 
 
 def test_null_in_deepspeeds_settings_is_as_if_it_were_not_there(tmp_path):
@@ -189,10 +214,87 @@ def test_sums_over_processes(monkeypatch, processes):
     """All of them give the same numbers here."""
     calls = []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: calls.append(tensor.mul_(processes)))
-    collectives = Collectives(0, processes, torch.device("cpu"))
-    assert collectives.sums([0.1, 2.0]) == [processes * 0.1, processes * 2.0]
+    own = Collectives(0, processes, torch.device("cpu"))
+    assert own.sums([0.1, 2.0]) == [processes * 0.1, processes * 2.0]
     assert len(calls) == (processes > 1)
-    assert (collectives.waited > 0) == (processes > 1)
+    assert (own.waited > 0) == (processes > 1)
+
+
+def test_groups_of_neighbours(monkeypatch):
+    """All processes make all groups, and each is in one."""
+    made = []
+    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, timeout: made.append(ranks) or (ranks, timeout))
+    groups = [ProcessGroup.of_neighbours(2, rank, 6, timeout=9) for rank in range(6)]
+    assert made == [[0, 1], [2, 3], [4, 5]] * 6
+    assert [(group.rank, group.size) for group in groups] == [(0, 2), (1, 2)] * 3
+    assert [group._handle for group in groups[2:4]] == [([2, 3], 9)] * 2
+    with pytest.raises(ValueError, match="groups of 4 do not divide 6 processes"):
+        ProcessGroup.of_neighbours(4, 0, 6)
+
+
+def test_what_a_group_exchanges_and_how_long_it_takes(monkeypatch):
+    calls = []
+
+    def all_gather(tensors, tensor, group):
+        calls.append(group)
+        for number, other in enumerate(tensors):
+            other.copy_(tensor + number)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: calls.append(group) or tensor.mul_(3))
+    group, tensor = ProcessGroup(0, 3, "handle"), torch.ones(2)
+    assert [other.tolist() for other in group.all_gather(tensor)] == [[1, 1], [2, 2], [3, 3]]
+    assert group.all_reduce(tensor) is tensor
+    assert tensor.tolist() == [3, 3]
+    assert calls == ["handle"] * 2
+    times = iter([1.0, 1.5, 7.0, 9.0])
+    monkeypatch.setattr(collectives, "timestamp", lambda device: next(times))
+    assert group.take_seconds() > 0.0
+    group.all_reduce(tensor)
+    group.all_reduce(tensor)
+    assert group.take_seconds() == 2.5
+    assert group.take_seconds() == 0
+
+
+def test_values_of_all_processes(monkeypatch):
+    def broadcast(box, device):
+        box[0] = "of the first"
+
+    def all_gather(values, value):
+        values[:] = [value, "others"]
+
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather)
+    alone, two = (Collectives(0, size, torch.device("cpu")) for size in (1, 2))
+    assert (alone.broadcast("own"), two.broadcast("own")) == ("own", "of the first")
+    assert (alone.all_gather("own"), two.all_gather("own")) == (["own"], ["own", "others"])
+    assert [Collectives(rank, 2, torch.device("cpu")).is_main for rank in (0, 1)] == [True, False]
+    assert alone.on_main(lambda: 5) == alone.on_all(lambda: 5) == 5
+    with pytest.raises(UserError, match="mine"):
+        alone.on_main(raising_user_error)
+
+
+def raising_user_error():
+    raise UserError("mine")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("[/gloo/pair.cc:12] Connection closed by peer\n [1]. This is"), "Connection closed by peer [1]"),
+        (OSError("Broken pipe"), "Broken pipe"),
+        (RuntimeError("NCCL " + 300 * "x"), "NCCL " + 195 * "x"),
+        (RuntimeError("a bug"), None),
+        (torch.OutOfMemoryError("NCCL: out of memory"), None),
+        (KeyError("NCCL"), None),
+    ],
+)  # fmt: skip
+def test_only_lost_contact_is_told_as_such(monkeypatch, error, told):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(type(error) if told is None else LostContact) as caught, lost_contact_reported():
+        raise error
+    if told is not None:
+        assert str(caught.value).endswith(f"look for its error ({told})")
 
 
 def test_seconds_on_a_device(monkeypatch):
@@ -226,18 +328,29 @@ def test_of_the_processes_that_fail_the_first_says_why(monkeypatch, fails, rank,
         if fails[rank]:
             raise UserError("mine")
 
-    collectives = Collectives(rank, 2, torch.device("cpu"))
-    monkeypatch.setattr(collectives, "all_gather", lambda value: fails)
+    own = Collectives(rank, 2, torch.device("cpu"))
+    monkeypatch.setattr(own, "all_gather", lambda value: fails)
     with pytest.raises(UserError if told == "mine" else FailedElsewhere, match=told):
-        collectives.on_all(action)
+        own.on_all(action)
 
 
 @pytest.mark.parametrize(("threads", "processes", "expected"), [(3, "2", 3), (None, "2", 4), (None, "99", 1)])
 def test_cores_are_shared_out_and_tiny_numbers_become_zero(monkeypatch, threads, processes, expected):
     calls = []
     monkeypatch.setattr(torch, "set_num_threads", calls.append)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8 if pid == 0 else 1)))  # 0: this process
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     prepare_cpu(threads)
     assert calls == [expected]
     assert torch.tensor([1e-39]).mul(1.0).item() == 0.0  # the fixture in conftest.py sets it back
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(6, 3), (1, 1), (None, 1)])
+def test_cores_where_the_system_does_not_tell_which(monkeypatch, cores, expected):
+    calls = []
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    prepare_cpu()
+    assert calls == [expected]

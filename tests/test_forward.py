@@ -53,7 +53,9 @@ def enumerated(chain: Chain, words: torch.Tensor) -> float:
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "tf32", "bf16"])
 def test_likelihood_is_that_of_all_sequences_of_states(rank, precision):
     chain, emissions = random_chain(3, rank), random_emissions(sum(LENGTHS), 3)
-    found = forward.log_likelihood(chain, emissions, LENGTHS, precision)
+    statistics = Statistics()
+    found = forward.log_likelihood(chain, emissions, LENGTHS, precision, statistics=statistics)
+    assert statistics == Statistics(sentences=len(LENGTHS))
     exact = [enumerated(chain, words) for words in emissions.split(LENGTHS)]
     assert found.tolist() == pytest.approx(exact, rel=1e-12 if precision == "fp64" else 1e-5)
     assert forward.log_likelihood(chain, emissions, LENGTHS, "fp64", "reference").tolist() == pytest.approx(exact)
@@ -160,7 +162,9 @@ def test_sentences_without_a_path_and_with_nan():
     emissions[3, 0] = -math.inf  # state 0 never leaves, and does not have this word
     emissions[4, 0] = math.nan
     emissions.requires_grad_()
-    found = forward.log_likelihood(chain, emissions, [2, 2, 1, 1])
+    statistics = Statistics()
+    found = forward.log_likelihood(chain, emissions, [2, 2, 1, 1], statistics=statistics)
+    assert statistics == Statistics(sentences=4, recomputed=2, recomputed_in_log_space=2)  # the two in the middle
     assert found[:2].tolist() == [-math.inf, -math.inf]
     assert found[2].isnan()
     assert found[3] == 0.0
@@ -193,6 +197,10 @@ def test_factors_are_their_product():
     chain, emissions = random_chain(5, 3), random_emissions(sum(LENGTHS), 5)
     of_product = forward.log_likelihood(Chain(chain.start, (dense(chain),)), emissions, LENGTHS, "fp64")
     assert torch.allclose(forward.log_likelihood(chain, emissions, LENGTHS, "fp64"), of_product, rtol=1e-13)
+    emissions.requires_grad_()
+    for given, rank in ((chain, 3), (random_chain(5), 0)):  # without factors nothing lies between them
+        kept = forward.log_likelihood(given, emissions, LENGTHS, "fp64").grad_fn.saved_tensors
+        assert [tensor.shape[-1] for tensor in kept] == [5, rank, 5, rank, 5, len(LENGTHS)]
 
 
 def test_posteriors_are_those_of_all_sequences():
@@ -204,6 +212,11 @@ def test_posteriors_are_those_of_all_sequences():
             p *= dense(chain)[states[place - 1], states[place]] * emissions[place, states[place]].exp()
         table[torch.arange(4), torch.tensor(states)] += p
     assert torch.allclose(forward.posteriors(chain, emissions, [4], "fp64"), table / table[0].sum(), rtol=1e-12)
+    emissions[3] = -math.inf
+    statistics = Statistics()
+    impossible = forward.posteriors(chain, emissions, [2, 2], "fp64", statistics)
+    assert impossible.sum(1).tolist() == pytest.approx([1, 1, 0, 0])
+    assert statistics == Statistics(sentences=2)
 
 
 def test_inputs_that_cannot_be_meant_are_refused():
@@ -212,13 +225,28 @@ def test_inputs_that_cannot_be_meant_are_refused():
         (chain, [3], {}, r"emissions must be \[3, 3\]"),
         (chain, [4, 0], {}, "length below 1"),
         (Chain(chain.start[:2], chain.transition), [4], {}, r"start must be \[S\]"),
+        (Chain(chain.start[None], chain.transition), [4], {}, r"start must be \[S\]"),
+        (Chain(chain.start, ()), [4], {}, r"transition \[S, S\] or two factors"),
+        (Chain(chain.start, (torch.ones(3, 2), torch.ones(3, 2))), [4], {}, r"not \[3\] and \[3, 2\], \[3, 2\]"),
+        (Chain(chain.start.to("meta"), chain.transition), [4], {}, r"not on \['cpu', 'meta'\]"),
+        (chain, [4], {"backend": "reference", "precision": "tf32"}, "fp64 or fp32, not tf32"),
         (chain, [4], {"backend": "cuda"}, "has no forward algorithm"),
         (chain, [4], {"backend": "triton"}, "needs CUDA tensors"),
         (chain, [4], {"precision": "int8"}, "unknown precision"),
     ):
         with pytest.raises(ValueError, match=message):
             forward.log_likelihood(bad, emissions, lengths, **options)
-    assert forward.log_likelihood(chain, emissions[:0], []).shape == (0,)
+    for precision, kind in (("fp64", torch.float64), ("bf16", torch.float32)):
+        words = emissions[:0].clone().requires_grad_()
+        start = chain.start.clone().requires_grad_()
+        nothing = forward.log_likelihood(Chain(start, chain.transition), words, [], precision)
+        assert (nothing.shape, nothing.dtype) == ((0,), kind)
+        assert not torch.autograd.grad(nothing.sum(), (start, words))[0].any()
+        log_z, trusted = forward.log_likelihood_unchecked(chain, emissions[:0], [], precision)
+        assert log_z.shape == trusted.shape == (0,)
+    log_z, trusted = forward.log_likelihood_unchecked(chain, emissions, [1, 3], "fp64", "reference")
+    assert trusted.tolist() == [True, True]
+    assert torch.equal(log_z, forward.log_likelihood(chain, emissions, [1, 3], "fp64", "reference"))
 
 
 def test_an_hmm_is_a_right_branching_grammar():

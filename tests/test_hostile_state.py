@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.errors import UserError
@@ -18,7 +19,7 @@ from lm_pcfg.inference.trained import describe, load_trained
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.checkpoint import CheckpointError
-from lm_pcfg.storage.state_file import state_bytes
+from lm_pcfg.storage.state_file import State, read_state, state_bytes
 from lm_pcfg.training import loop, resumption
 from texts import write_config
 
@@ -101,6 +102,65 @@ def test_special_files_are_refused_at_once(tmp_path, file, kind):
         (folder / file).mkdir()
     with pytest.raises(CheckpointError, match=rf"{file} (cannot be read: not a regular file|is truncated|is damaged)"):
         checkpoint.load(folder, with_optimizer=True)
+
+
+SMALLEST = {"format": 1, "step": 0, "files": {}}
+ENTRY = {"sha256": "0" * 64, "size": 0}
+
+
+@pytest.mark.parametrize(
+    ("most", "beyond"),
+    [
+        ({"step": 2**53}, {"step": 2**53 + 1}),
+        ({"step": 0}, {"step": -1}),
+        ({"files": {"a" * 100: ENTRY}}, {"files": {"a" * 101: ENTRY}}),
+        ({"files": {f"{k}/x": ENTRY for k in range(1000)}}, {"files": {f"{k}/x": ENTRY for k in range(1001)}}),
+        ({"files": {"a": ENTRY | {"sha256": "f" * 64}}}, {"files": {"a": ENTRY | {"sha256": "0" * 65}}}),
+        ({"skipped_steps": [1] * 1000}, {"skipped_steps": [1] * 1001}),
+        ({"diverged": "x" * 1000}, {"diverged": "x" * 1001}),
+        ({"ranking": [[1.0, 2.0, 3.0]] * 10_000}, {"ranking": [[1.0, 2.0, 3.0]] * 10_001}),
+        ({"ranking": [[1.0, 2.0, 3.0]]}, {"ranking": [[1.0, 2.0]]}),
+        ({"ranking": []}, {"ranking": [[1.0, 2.0, 3.0, 4.0]]}),
+        ({"window": {}}, {"window": {"others": 1}}),
+        ({"data": {"epoch": 0, "batch": 0, "batches": 6, "plan": "", "dealings": [[2, 3]]}},
+         {"data": {"epoch": 0, "batch": 0, "batches": 5, "plan": "", "dealings": [[2, 3]]}}),
+        ({"data": {"epoch": 0, "batch": 0, "batches": 9, "plan": "", "dealings": [[2, 3], [1, 3]]}},
+         {"data": {"epoch": 0, "batch": 0, "batches": 9, "plan": "", "dealings": [[2, 3], [0, 3]]}}),
+        ({"data": {"epoch": 0, "batch": 0, "batches": 9, "plan": ""}},
+         {"data": {"epoch": 0, "batch": 0, "batches": 9, "plan": "", "dealings": [[2]]}}),
+        ({"data": None}, {"data": {"epoch": 0, "batch": 0, "batches": 9, "plan": "", "dealings": [[2, 1, 1]]}}),
+    ],
+)  # fmt: skip
+def test_limits_of_a_state(most, beyond):
+    State.model_validate(SMALLEST | {"checksum": ""} | most)
+    with pytest.raises(ValidationError):
+        State.model_validate(SMALLEST | {"checksum": ""} | beyond)
+
+
+def test_what_is_no_state_is_named_in_a_line_of_bounded_length(tmp_path):
+    file = tmp_path / "state.json"
+
+    def message(content: bytes) -> str:
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError) as caught:
+            read_state(file)
+        return str(caught.value).removeprefix(f"{file} ")
+
+    unknown = "has the unknown format {}; this version reads format 1"
+    assert message(b'{"format": 2}') == unknown.format(2)
+    assert message(b'{"format": "%s"}' % (b"x" * 100)) == unknown.format("'" + "x" * 39)
+    no_state = "is not the state of a checkpoint: "
+    for content in (b"[]", b"{}", b'"format"'):
+        assert message(content) == no_state + "no format version in it"
+    damaged = "is damaged: its content does not match its checksum"
+    assert message(b'{"format": 1}') == message(b'{"format": 1, "step": NaN}') == damaged
+    assert message(state_bytes(SMALLEST).replace(b'"step": 0', b'"step": 1')) == damaged
+    assert message(state_bytes({"format": 1, "files": {}})) == no_state + "'step': Field required"
+    files = {"x" * 200: ENTRY}
+    assert message(state_bytes(SMALLEST | {"files": files})).startswith(f"{no_state}'files.{'x' * 40}.[key]': ")
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"state\.json is missing$"):
+        read_state(file)
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"format": 1, "step": ' + b"9" * 5000 + b"}"])

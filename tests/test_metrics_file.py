@@ -151,6 +151,53 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.M
     assert len(warnings) == 1
 
 
+def test_a_file_that_cannot_be_looked_into_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+
+    def pread(descriptor: int, *_: int) -> bytes:
+        opened.append(descriptor)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    warnings: list[str] = []
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", warnings.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        metrics.append(1, {"loss": 1.0})
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+    metrics.append(2, {"loss": 1.0})
+    metrics.close()
+    assert [line["step"] for line in strict_lines(metrics.path)] == [1, 2]
+    assert warnings == [
+        f"cannot write {metrics.path}: Input/output error; its lines wait in memory until it works again"
+    ]
+
+
+def test_a_line_longer_than_what_is_looked_at_is_cut_off_or_completed(tmp_path: Path) -> None:
+    """The end of the file is looked at, a mebibyte of it."""
+    path = tmp_path / "metrics.jsonl"
+    whole = b'{"step": 0, "loss": 1}\n'
+    for rest, steps in ((b'{"step": 1, "te', [0, 2]), (b'{"step": 1, "text": "%s"}' % (b"x" * 999_000), [0, 1, 2])):
+        path.write_bytes(b" " * (1 << 20) + b"\n" + whole + rest)
+        file_with_steps(path, range(2, 3)).close()
+        assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()[1:]] == steps
+
+
+def test_a_sync_that_fails_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", warnings.append)
+    metrics.sync()  # no line yet
+    metrics.append(1, {"loss": 1.0})
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    metrics.sync()
+    metrics.sync()
+    assert warnings == [f"{metrics.path} may not survive a power cut: Input/output error"]
+
+
 def test_lines_never_written_are_counted(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     warnings: list[str] = []
@@ -193,7 +240,27 @@ def test_a_damaged_line_is_named_and_left_out(tmp_path: Path) -> None:
     assert warnings == [f"{path}: line 3 is damaged, and left out"]
 
 
-@pytest.mark.parametrize("line", [b"[1]", b"7", b"null", b"{}", b'{"step": "1"}', b'{"step": 1.0}', b'{"step": true}'])
+def test_several_damaged_lines_are_counted_from_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file_with_steps(path, range(6)).close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(b"{" + line if number in (1, 2, 4) else line for number, line in enumerate(lines)))
+    warnings: list[str] = []
+    assert [line["step"] for line in read_metrics(path, warnings.append)] == [0, 3, 5]
+    assert warnings == [f"{path}: 3 lines from line 2 on are damaged, and left out"]
+    assert check_metrics(path) == (6, warnings)
+
+
+def test_metrics_that_are_no_file_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert check_metrics(path) == (0, [])
+    path.mkdir()
+    assert check_metrics(path) == (0, [f"{path} is not a regular file"])
+
+
+@pytest.mark.parametrize(
+    "line", [b"[1]", b"7", b"null", b"{}", b'{"step": "1"}', b'{"step": 1.0}', b'{"step": true}', b"[" * 100_000]
+)
 def test_json_that_is_no_line_of_ours_is_left_out(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     file_with_steps(path, range(2)).close()

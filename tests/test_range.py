@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 import flash_inside
-from flash_inside import ResidentRules, Rules, recomputation
-from flash_inside.precision import product_precision
-from grammars import random_emissions, random_rules, rules_that_lose_a_row
+from flash_inside import (
+    ResidentRules,
+    Rules,
+    recomputation,
+    reference,
+    scaled,
+    span_limits,
+    trees,
+)
+from flash_inside.dense import plan
+from flash_inside.dense import scaled as dense_scaled
+from flash_inside.precision import (
+    TOLERANCE,
+    TOLERANCE_OF_NORMALIZERS,
+    TOLERANCE_OF_TREES,
+    finite,
+    full_matmul_precision,
+    largest_gradient,
+    product_precision,
+    upcast,
+)
+from grammars import random_emissions, random_rules, right_branching, rules_that_lose_a_row
 
 
 def run(rules, emissions, lengths, precision, backend, statistics=None):
@@ -101,6 +121,87 @@ def test_impossible_sentences_have_minus_infinity_and_a_zero_gradient(precision,
     alone, only = run(rules, emissions[3:4], [1], precision, backend)
     assert alone.isinf().all()
     assert not any(gradient.any() for gradient in only)
+
+
+def test_a_word_whose_likely_tag_is_lost_is_computed_again():
+    """The tag that explains it has a root of 1e-60, the other e^-120: 1e-52, which fp32 cannot hold."""
+    root = torch.tensor([0.0, 1e-60, 1.0], dtype=torch.float64)
+    words, statistics = torch.tensor([[0.0, -120.0], [0.0, 0.0]]), flash_inside.Statistics()
+    side = torch.full((1, 3), 1 / 3)
+    found = flash_inside.inside(Rules(root, side, side), words, [1, 1], statistics=statistics)
+    assert found.tolist() == pytest.approx([-120.0, 0.0])
+    assert statistics == flash_inside.Statistics(sentences=2, recomputed=1)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_sums_of_products_are_full_precision_meanwhile(before):
+    settings = torch.backends.cuda.matmul
+    earlier = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = before
+    try:
+        for name, products in (("fp32", "ieee"), ("bf16", "ieee"), ("tf32", "tf32")):
+            with full_matmul_precision(name):
+                assert not settings.allow_bf16_reduced_precision_reduction
+                assert settings.fp32_precision == products
+            assert settings.allow_bf16_reduced_precision_reduction == before
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = earlier
+
+
+def test_limits_of_formats_and_blocks_are_sensible():
+    """Tolerances are small shares. Blocks are a few hundred megabytes at most, and not one row at a time."""
+    shares = [*TOLERANCE.values(), *TOLERANCE_OF_NORMALIZERS.values()]
+    assert all(0 < share <= 0.2 for share in [TOLERANCE_OF_TREES, *sum(shares, ())])
+    blocks = scaled.LARGEST_BLOCK, dense_scaled.LARGEST_BLOCK, trees.LARGEST_BLOCK, reference._LogMatmul.LARGEST_BLOCK
+    for size in (*blocks, scaled.MOST_SPLITS_KEPT, plan.MOST_SPLITS_KEPT):
+        assert 1 << 20 <= size <= 1 << 26
+
+
+def test_a_second_derivative_through_a_wider_type_is_refused():
+    tensor = torch.ones(2, requires_grad=True)
+    (gradient,) = torch.autograd.grad((upcast(tensor) ** 2).sum(), tensor, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_rows_that_are_converted_alone_have_their_gradient_at_their_place():
+    tensor, index = torch.arange(6.0).view(3, 2).requires_grad_(), torch.tensor([2, 0])
+    for given, kind in ((tensor, torch.float64), (tensor.double(), torch.float64)):
+        found = upcast(given, index)
+        assert (found.dtype, found.tolist()) == (kind, [[4, 5], [0, 1]])
+    found = upcast(tensor, index)
+    weights = torch.tensor([[1e300, 2], [3, -1e300]], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((found * weights).sum(), tensor)
+    limit = largest_gradient(torch.float32)
+    assert gradient.tolist() == [[3, -limit], [0, 0], [limit, 2]]
+
+
+def test_only_gradients_of_a_wider_type_are_clamped():
+    most = {dtype: torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16)}
+    for own, largest in most.items():
+        given = torch.tensor([largest, -largest, 1.5], dtype=own)
+        assert torch.equal(finite(given, own), given)
+        for narrow, limit in most.items():
+            found = finite(given, narrow)
+            assert found.dtype == narrow
+            if limit < largest:
+                assert found.tolist() == [limit / 64, -limit / 64, 1.5]
+                assert largest_gradient(narrow) == limit / 64
+
+
+def test_a_span_without_a_tree_is_not_taken_for_a_lost_one():
+    lengths, statistics = [4, 1, 6, 2], flash_inside.Statistics()
+    rules, emissions = right_branching(3, 4, lengths)
+    ours, gradients = run(rules, emissions, lengths, "fp64", "torch", statistics)
+    truth, wanted = run(rules, emissions, lengths, "fp64", "reference")
+    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=0)
+    for got, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    assert statistics == flash_inside.Statistics(sentences=4)
+    limits = np.concatenate([span_limits([(length - 2, length)] if length > 2 else [], length) for length in lengths])
+    within = flash_inside.inside(rules, emissions, lengths, "fp64", "torch", statistics, limits)
+    torch.testing.assert_close(within, truth, rtol=1e-12, atol=0)
+    assert statistics == flash_inside.Statistics(sentences=8)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -141,6 +142,139 @@ class TestDurability:
         assert [path for path in litter if os.path.lexists(path)] == []
         assert living.exists()
         assert checkpoint.verify(checkpoint.latest(run))
+
+
+class Words:
+    """In place of a vocabulary."""
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+
+
+class TestEarlierSettings:
+    @staticmethod
+    def begin(folder: Path, config: str) -> str | None:
+        kept = run_folder.RunFolder(folder, "").begin(config, Words())
+        assert (folder / "config.yaml").read_text() == config
+        return kept and kept.name
+
+    def test_they_are_kept_under_numbers_if_they_differ(self, tmp_path):
+        assert self.begin(tmp_path, "seed: 1\nresume: false\n") is None
+        assert self.begin(tmp_path, "seed: 1\nresume: auto\n") is None  # how the command was given is no difference
+        assert self.begin(tmp_path, "seed: 2\nresume: auto\n") == "config.1.yaml"
+        assert self.begin(tmp_path, "seed: 3\n") == "config.2.yaml"
+        assert self.begin(tmp_path, "seed: 3\n") is None
+        texts = [file.read_text() for file in run_folder.earlier_configs(tmp_path)]
+        assert texts == ["seed: 1\nresume: auto\n", "seed: 2\nresume: auto\n"]
+        (tmp_path / "config.2.yaml").rename(tmp_path / "config.11.yaml")
+        assert self.begin(tmp_path, "seed: 4\n") == "config.12.yaml"
+        assert [file.name for file in run_folder.earlier_configs(tmp_path)] == [
+            "config.1.yaml", "config.11.yaml", "config.12.yaml",
+        ]  # fmt: skip
+
+    def test_a_kill_in_between_keeps_them_once(self, tmp_path):
+        self.begin(tmp_path, "seed: 1\n")
+        self.begin(tmp_path, "seed: 2\n")
+        (tmp_path / "config.yaml").write_text("seed: 1\n")
+        assert self.begin(tmp_path, "seed: 2\n") == "config.1.yaml"
+        assert len(run_folder.earlier_configs(tmp_path)) == 1
+
+    def test_of_many_the_first_and_the_newest_stay(self, tmp_path):
+        for seed in range(24):
+            self.begin(tmp_path, f"seed: {seed}\n")
+            expected = list(range(1, seed + 1))
+            if len(expected) > 20:
+                expected = [1, *expected[-19:]]
+            found = [file.name for file in run_folder.earlier_configs(tmp_path)]
+            assert found == [f"config.{number}.yaml" for number in expected]
+
+    def test_a_file_that_is_no_config_is_not_kept(self, tmp_path):
+        (tmp_path / "config.yaml").write_bytes(b"#" * ((1 << 20) + 1))
+        assert self.begin(tmp_path, "seed: 1\n") is None
+        (tmp_path / "config.yaml").write_bytes(b"#" * (1 << 20))
+        assert self.begin(tmp_path, "seed: 1\n") == "config.1.yaml"
+
+
+class TestClaim:
+    def test_the_lock_has_the_newest_launcher_alone(self, tmp_path):
+        for launcher in ("a long name of a launcher", "another"):
+            folder = run_folder.RunFolder(tmp_path / "runs" / "new", launcher)
+            assert folder.claim()
+            with pytest.raises(UserError, match="is in use by another training; give this one another name="):
+                run_folder.RunFolder(folder.path, "").claim()
+            assert run_folder._launched_by(folder.path) == launcher
+            folder.release()
+        assert not folder.claim(lambda: False)
+        assert folder.claim()  # it was let go again
+        folder.release()
+        assert run_folder._launched_by(tmp_path) == ""
+
+    @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EIO])
+    def test_file_systems_without_locks(self, tmp_path, monkeypatch, number):
+        def flock(*_):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(run_folder.fcntl, "flock", flock)
+        folder = run_folder.RunFolder(tmp_path, "")
+        if number == errno.EIO:
+            with pytest.raises(UserError, match=r"cannot write to .*: Input/output error; set runs_folder=\.\.\."):
+                folder.claim()
+        else:
+            assert folder.claim()
+        folder.release()
+
+
+class TestNotes:
+    def test_what_a_run_says_of_itself(self, tmp_path):
+        folder = run_folder.RunFolder(tmp_path, "")
+        assert (folder.finished, folder.tracking_id, run_folder.failure_of(tmp_path)) == (None, None, None)
+        folder.mark("FINISHED", "the last epoch")
+        folder.mark("FAILED", "the loss is not finite")
+        folder.remember_tracking_id("0123abcd")
+        folder.remember_environment("{}")
+        assert (folder.finished, folder.tracking_id) == ("the last epoch", "0123abcd")
+        assert run_folder.failure_of(tmp_path) == "the loss is not finite"
+        assert (tmp_path / "environment.json").read_text() == "{}"
+        assert run_folder.damaged_notes(tmp_path) == []
+        (tmp_path / "FAILED").write_bytes(b"\0")
+        (tmp_path / "started_from").write_bytes(b"x" * ((1 << 16) + 1))
+        (tmp_path / "last_checkpoint").write_bytes(b"x" * (1 << 16))  # just so many bytes
+        assert run_folder.failure_of(tmp_path) == "its reason cannot be read"
+        assert run_folder.damaged_notes(tmp_path) == [
+            f"{tmp_path / name} is damaged" for name in ("started_from", "FAILED")
+        ]
+        folder.begin("", Words())
+        assert (folder.finished, run_folder.failure_of(tmp_path)) == (None, None)
+        assert not (tmp_path / "started_from").exists()
+
+    def test_where_a_run_began(self, tmp_path):
+        own, other = (tmp_path / name / "checkpoints" / "step-00000001" for name in ("own", "other"))
+        for source in (own, other):
+            source.mkdir(parents=True)
+        folder = run_folder.RunFolder(tmp_path / "own", "")
+        folder.begin("", Words(), own)
+        assert not (tmp_path / "own" / "started_from").exists()  # it goes on with its own
+        folder.begin("", Words(), other)
+        assert (tmp_path / "own" / "started_from").read_text() == f"{other}\n"
+        folder.begin("", Words(), own)
+        assert (tmp_path / "own" / "started_from").exists()
+
+    def test_runs_of_a_name_that_have_not_ended(self, tmp_path):
+        ends = (None, "FINISHED", None, "FAILED")
+        for number, end in enumerate(ends, start=1):
+            run = tmp_path / ("run" if number == 1 else f"run-{number}")
+            run_folder.RunFolder(run, "").claim()
+            (run / "config.yaml").touch()
+            if end:
+                (run / end).touch()
+        assert run_folder.unfinished(tmp_path / "run") == [tmp_path / "run", tmp_path / "run-3"]
+
+    def test_a_note_that_cannot_be_written_is_one_line(self, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(UserError, match=r"^cannot write checkpoint step-1 into last_checkpoint: Not a directory$"):
+            run_folder.remember_checkpoint(tmp_path / "file", Path("step-1"))
+        with pytest.raises(UserError, match=r"^cannot write to .*file: Not a directory$"):
+            run_folder.RunFolder(tmp_path / "file", "").mark("FINISHED", "")
 
 
 class TestChoice:

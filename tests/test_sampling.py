@@ -15,7 +15,9 @@ import torch
 
 import flash_inside
 from flash_inside import Rules, trees
-from grammars import bracketings, random_emissions, random_rules, score_of
+from flash_inside.packing import Layout
+from flash_inside.sampling import SampledTrees
+from grammars import bracketings, random_emissions, random_rules, right_branching, score_of
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import analysis, generation
 from lm_pcfg.grammar.emission import Emission
@@ -136,6 +138,48 @@ def test_what_leaves_the_range_of_the_format_is_drawn_as_well(precision, depth):
     assert_span_marginals(rules, emissions, lengths, drawn(rules, emissions, lengths, 1_000, 1, precision=precision))
 
 
+def test_rules_that_the_format_cannot_hold_are_drawn_as_well():
+    """No rule is impossible. A symbol explains every text, and the rules to it are 1e-50: in fp32 there is nothing."""
+    lengths, n, p = [5, 1, 4], 3, 4
+    root, left, right = random_rules(n, p, spread=2.0, seed=2)
+    emissions = random_emissions(sum(lengths), p, spread=2.0, seed=2) - 150.0
+    emissions[:, 0] = 0.0
+    left[:, n] = right[:, n] = 1e-50
+    rules = Rules(root, left, right)
+    found = drawn(rules, emissions, lengths, 1_000, 1, precision="fp32")
+    assert_span_marginals(rules, emissions, lengths, found)
+    assert found[0][0][0] == pytest.approx(score_of(rules, emissions[:5], found[0][0][1]), rel=1e-6)
+
+
+@pytest.mark.parametrize("depth", [60.0, 85.0, 88.0, 95.0, 100.0, 104.0, 150.0])
+def test_what_the_format_holds_in_part_is_computed_again(depth):
+    """Below 1e-38 fp32 has fewer digits, and below 1e-45 none. A symbol that no rule takes is 1 next to the others."""
+    root, left, right = random_rules(3, 4, seed=1)
+    emissions = random_emissions(3, 4, seed=1) - depth
+    emissions[:, 0] = 0.0
+    left[:, 3] = right[:, 3] = 1e-60
+    fp32, fp64 = (
+        SampledTrees(Rules(root, left, right), emissions, Layout([3]), dtype, 0, torch.default_generator).children
+        for dtype in (torch.float32, torch.float64)
+    )
+    torch.testing.assert_close(fp32.double(), fp64, rtol=1e-6, atol=0)
+
+
+def test_spans_without_a_tree_are_in_no_tree():
+    lengths = [4, 1, 6, 2]
+    rules, emissions = right_branching(3, 4, lengths)
+    for length, words, of_sentence in zip(
+        lengths, emissions.split(lengths), drawn(rules, emissions, lengths, 20, 0), strict=True
+    ):
+        assert len(of_sentence) == 20
+        for score, tree in of_sentence:
+            wide = [(first, length) for first in range(length)]
+            assert sorted({(i, j) for i, j, _ in tree} - {(k, k + 1) for k in range(length - 1)}) == wide
+            assert score == pytest.approx(score_of(rules, words, tree), rel=1e-12)
+    for length, siblings in zip(lengths, flash_inside.last_siblings(rules, emissions, lengths), strict=True):
+        assert siblings.tolist() == pytest.approx([0.0] * (length - 2) + [1.0] * (length > 1))
+
+
 def test_sentences_without_a_tree_have_an_empty_list():
     rules, emissions = random_rules(4, 5, root="nonterminals"), random_emissions(8, 5)
     emissions[5] = float("-inf")
@@ -143,7 +187,7 @@ def test_sentences_without_a_tree_have_an_empty_list():
     assert drawn(rules, emissions[:2], [1, 1], 7, 0) == [[], []]
     assert drawn(rules, emissions[:0], [], 7, 0) == []
     assert drawn(rules, emissions, [3, 1, 4], 0, 0) == [[], [], []]
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="samples must not be negative, but is -1"):
         drawn(rules, emissions, [3, 1, 4], -1, 0)
     with pytest.raises(ValueError, match="NaN"):
         drawn(rules, emissions * math.nan, [3, 1, 4], 1, 0)
@@ -156,6 +200,7 @@ def test_the_generator_decides_the_trees():
     assert one != other
     torch.manual_seed(1)
     assert flash_inside.sample_trees(rules, emissions, lengths, 20) == one  # PyTorch's own generator
+    assert [len(of_sentence) for of_sentence in flash_inside.sample_trees(rules, emissions, lengths)] == [1, 1]
 
 
 def test_one_grammar_per_sentence():

@@ -145,6 +145,7 @@ def test_the_last_and_the_best_are_kept(tmp_path, monkeypatch):
     kept = [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(folder)]
     assert kept == [4, 8, 10, 14, 16]  # values 2, 1, 3 and the last two
     assert (folder / "best").resolve().name == "step-00000008"
+    assert (folder / "last_checkpoint").read_text() == "step-00000016\n"
 
 
 def test_a_copy_does_not_follow_its_tensor():
@@ -153,6 +154,34 @@ def test_a_copy_does_not_follow_its_tensor():
     tensor.fill_(1)
     assert copy.shape == (4, 3)
     assert not copy.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "message"),
+    [
+        ({"window": None}, (2, 3), r"{folder}/state.json does not say where the training stood: no 'window' in it"),
+        ({"data": None}, (2, 3), r"{folder}/state.json does not say where the training stood: no 'data' in it"),
+        ({"vocabulary_hash": "other"}, (2, 3), "{folder} was trained with another vocabulary than this run has"),
+        ({}, (2, 4), "{folder} does not fit the settings of `model`: bias is [3] there, but [4] here; continue with "),
+        ({}, (9, 3), "{folder} does not fit the settings of `model`: weight is [3, 2] there, but [3, 9] here; "),
+        ({}, None, "{folder} does not fit the settings of `model`: bias is [3] there, but unknown here; continue with"),
+        ({}, (2, 3), None),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, changes, model, message):
+    data = {"epoch": 0, "batch": 0, "batches": 1, "plan": ""}
+    state = {"window": {}, "data": data, "vocabulary_hash": "own", **changes}
+    state = {key: value for key, value in state.items() if value is not None}
+    there = torch.nn.Linear(2, 3).state_dict()
+    folder = checkpoint.save(tmp_path, 1, model=there, optimizer={"step/w": torch.ones(())}, ema=None, state=state)
+    here = torch.nn.Linear(*model) if model else torch.nn.Module()
+    if message is None:
+        loaded = saving.load_fitting(folder, here, "own", torch.device("cpu"))
+        assert (loaded.state["data"], loaded.optimizer["step/w"]) == (data, 1.0)
+        return
+    with pytest.raises(loop.UserError) as caught:
+        saving.load_fitting(folder, here, "own", torch.device("cpu"))
+    assert str(caught.value).startswith(message.format(folder=folder))
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])

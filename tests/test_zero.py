@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lm_pcfg.distributed import learner
-from lm_pcfg.distributed.learner import Learner
+from lm_pcfg.distributed import learner, zero
+from lm_pcfg.distributed.learner import Learner, Update
 from lm_pcfg.distributed.zero import ZeroLearner
 from lm_pcfg.settings import OptimizerSection
 from lm_pcfg.storage.checkpoint import CheckpointError
@@ -70,6 +72,15 @@ def test_one_process_on_a_gpu_has_its_learning_rate_there(monkeypatch):
     assert given == [engine.device] * 2
     assert [rate.item() for rate in rates] == [0.25, 0.25]
     assert all(group["capturable"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_the_optimizer_is_that_of_the_settings(name):
+    settings = OptimizerSection(name=name, learning_rate=0.25, betas=[0.5, 0.75], weight_decay=0.125)
+    made = learner.make_optimizer(nn.Linear(2, 1), settings)
+    assert type(made).__name__.lower() == name
+    expected = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 1e-8, "weight_decay": 0.125, "fused": False}
+    assert {key: made.defaults[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -148,3 +159,89 @@ def test_before_the_first_update_there_is_nothing_to_load(loading):
 def test_an_optimizer_state_that_does_not_fit_is_refused(loading, optimizer, message):
     with pytest.raises(CheckpointError, match=message):
         loading.load({}, optimizer)
+
+
+# ---- ZeRO 3: a parameter is cut into equal parts, the last one padded ------------------------------------------------
+
+
+@pytest.fixture
+def second_of_two(monkeypatch) -> ZeroLearner:
+    """A learner with one parameter of 5 numbers: 1 to 3 are the first process's, 4, 5 and a zero the second's."""
+    made, own = ZeroLearner.__new__(ZeroLearner), SimpleNamespace(ds_tensor=torch.tensor([4.0, 5.0, 0.0]))
+    made.parameters, made.shapes = {"w": own}, {"w": torch.Size([5, 1])}
+    made.partitioned, made.engine = True, SimpleNamespace(device=torch.device("cpu"), world_size=2, rank=1)
+    optimizer = SimpleNamespace(state={}, defaults={"fused": True})
+    made.zero = SimpleNamespace(
+        optimizer=optimizer, fp32_partitioned_groups_flat=[torch.zeros(2), torch.zeros(7)],
+        grad_position={"id of w": (1, 2, 3)}, get_param_id=lambda parameter: "id of w",
+    )  # fmt: skip
+
+    def all_gather(parts, own):
+        parts[0].copy_(own - 3)
+        parts[1].copy_(own)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    return made
+
+
+def test_parts_of_weights(second_of_two):
+    whole = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]])
+    assert second_of_two.local_parts({"w": whole})["w"].tolist() == [4, 5, 0]
+    (local,) = second_of_two.local_weights().values()
+    assert local.tolist() == [4, 5, 0]
+    assert second_of_two.gathered({"w": torch.tensor([4.0, 5.0, 6.0])})["w"].tolist() == whole.tolist()
+    second_of_two.partitioned = False  # ZeRO 1 and 2: every process has all weights
+    assert second_of_two.local_parts({"w": whole})["w"] is second_of_two.gathered({"w": whole})["w"] is whole
+
+
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_loaded_weights_go_into_both_copies(second_of_two, monkeypatch, partitioned):
+    whole, calls = torch.arange(1.0, 6.0).view(5, 1), []
+
+    @contextmanager
+    def gathered(parameters, modifier_rank):
+        calls.append(("gathered", len(parameters), modifier_rank))
+        yield
+        calls.append("dealt out")
+
+    second_of_two.partitioned = partitioned
+    monkeypatch.setattr(zero.deepspeed.zero, "GatheredParameters", gathered)
+    monkeypatch.setattr(Learner, "_load_weights", lambda self, weights: calls.append("loaded"))
+    for name in ("safe_set_local_fp32_param", "safe_set_full_fp32_param"):
+        monkeypatch.setattr(zero, name, lambda _, part, name=name: calls.append((name, part.flatten().tolist())))
+    second_of_two._load_weights({"w": whole})
+    assert calls == (
+        [("gathered", 1, 0), "loaded", "dealt out", ("safe_set_local_fp32_param", [4, 5, 0])]
+        if partitioned
+        else ["loaded", ("safe_set_full_fp32_param", [1, 2, 3, 4, 5])]
+    )
+
+
+def test_parts_of_moments(second_of_two, monkeypatch):
+    monkeypatch.setattr(ZeroLearner, "_load_weights", lambda self, weights: None)
+    assert second_of_two.optimizer_tensors() == {"step/w": torch.tensor(0.0)}  # before the first update
+    moments = {"exp_avg/w": torch.arange(1.0, 6.0).view(5, 1), "exp_avg_sq/w": torch.ones(5, 1)}
+    second_of_two.load({}, {"step/w": torch.tensor(7.0), **moments})
+    first, second = (second_of_two.zero.optimizer.state[flat] for flat in second_of_two._flat_tensors())
+    assert first["exp_avg"].tolist() == [0, 0]
+    assert second["exp_avg"].tolist() == [0, 0, 4, 5, 0, 0, 0]
+    assert second["exp_avg_sq"].tolist() == [0, 0, 1, 1, 0, 0, 0]
+    second["exp_avg"][4] = 6.0  # of the padding: the stand-in for the first process takes 3 away from each
+    found = second_of_two.optimizer_tensors()
+    assert (found["step/w"].item(), found["step/w"].dtype) == (7.0, torch.float32)
+    assert found["exp_avg/w"].tolist() == moments["exp_avg/w"].tolist()
+    assert found["exp_avg_sq/w"].shape == (5, 1)
+
+
+def test_steps_whose_loss_is_not_finite_enter_no_backward_pass(second_of_two):
+    calls = []
+    second_of_two.engine.sums = lambda values: [2 * value for value in values]
+    second_of_two.model = SimpleNamespace(backward=lambda _: calls.append("back"), step=lambda: calls.append("step"))
+    second_of_two.reduction = SimpleNamespace(backward_done=lambda: calls.append("reduced"))
+    second_of_two.set_learning_rate = calls.append
+    second_of_two.zero._global_grad_norm = 0.5
+    update = second_of_two.update(torch.ones(()), torch.tensor(float("nan")), 1.0, 0.25)()
+    assert (math.isnan(update.nll), math.isnan(update.gradient_norm), calls) == (True, True, [])
+    update = second_of_two.update(torch.ones(()), torch.tensor(3.0), 1.0, 0.25)()
+    assert update == Update(6.0, 2.0, 0.5)
+    assert calls == ["back", "reduced", 0.25, "step"]

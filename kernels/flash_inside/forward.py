@@ -94,7 +94,7 @@ def log_likelihood(
     if statistics is not None:
         statistics.sentences += len(lengths)
     if not lengths:  # a rank without data: no sentence, but still connected to the graph
-        return (emissions.sum(1) + 0.0 * sum(tensor.sum() for tensor in chain.tensors)).to(FORMATS[precision].compute)
+        return (emissions.sum(1) + sum(tensor.sum() for tensor in chain.tensors)).to(FORMATS[precision].compute)
     if backend == "reference":
         return in_log_space(chain, emissions, lengths, FORMATS[precision].compute)
     return _checked(chain, emissions, lengths, precision, backend, statistics)
@@ -144,15 +144,14 @@ def in_log_space(chain: Chain, emissions: Tensor, lengths: Sequence[int], dtype:
     columns = [safe_log(wide(matrix)).T.contiguous() for matrix in chain.transition]
     scores = []
     for words in wide(emissions).split(list(lengths)):
-        alpha = log_start + words[0]  # [S]
+        alpha = (log_start + words[0])[None]  # [1, S]
         for word in words[1:]:
-            predicted = alpha[None]
             for matrix in columns:
-                predicted = log_matmul(predicted, matrix)
-            alpha = predicted[0] + word
-        scores.append(log_sum_exp(alpha, 0))
+                alpha = log_matmul(alpha, matrix)
+            alpha = alpha + word
+        scores.append(log_sum_exp(alpha, 1))
     # Every input stays connected: a chain of one-word sentences has a zero gradient in T, and not none.
-    return torch.stack(scores) + 0.0 * sum(torch.where(c.isfinite(), c, 0.0)[:1, :1].sum() for c in columns)
+    return torch.cat(scores) + 0.0 * sum(torch.where(c.isfinite(), c, 0.0)[:1, :1].sum() for c in columns)
 
 
 def _check(chain: Chain, emissions: Tensor, lengths: Tensor | Sequence[int], precision: str, backend: str) -> list[int]:

@@ -47,8 +47,8 @@ def _best_tree(posterior: np.ndarray) -> Spans:
         return []
     # Sums of the best trees over spans by their width, and by their first word or by their end, so that the parts of
     # all splits of all spans of a width are two slices: [first word, width], [end, width].
-    from_word, up_to = np.zeros((words + 1, words + 1)), np.zeros((words + 1, words + 1))
-    split = np.zeros((words + 1, words + 1), dtype=np.int64)  # [first word, width]: words of the left part
+    from_word, up_to = np.zeros_like(posterior), np.zeros_like(posterior)
+    split = np.zeros_like(posterior, dtype=np.int64)  # [first word, width]: words of the left part
     from_word[:-1, 1] = up_to[1:, 1] = posterior.diagonal(1)
     for width in range(2, words + 1):
         starts = words - width + 1

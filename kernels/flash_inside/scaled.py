@@ -327,7 +327,7 @@ class _ScaledInside(torch.autograd.Function):
         largest = torch.zeros_like(top_sums)  # [B] of |D|; a one-word sentence has only that of its leaf
         if one_word:
             most = wide_root.of(single, preterminals).amax(-1)
-            largest[single] = torch.where(top_sums[single] > 0, most / top_sums[single], 0.0)
+            largest[single] = most / top_sums[single]  # read only where top_sums > 0
         largest = largest.scatter_reduce_(0, sentence, derivatives.largest.double(), "amax")
         possible = torch.ones_like(top_sums, dtype=torch.bool)
         nothing = emissions.index_select(0, chart.leaf_word).amax(1) == float("-inf")  # [words]; NaN is not nothing

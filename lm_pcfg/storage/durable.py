@@ -110,7 +110,7 @@ def read_file(path: Path, most: int) -> bytes:
 
 def open_regular(path: Path) -> io.BufferedReader:
     """Open a file to read it. Devices, which may have no end, and pipes, which may never begin, are refused."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for its writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -207,7 +207,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _open_after_last_whole_line(path: Path) -> int:
     """Open for appending. Cut off half a line that a crash left behind: it would spoil the next one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         end = os.fstat(descriptor).st_size
         tail = os.pread(descriptor, min(end, 1 << 20), max(0, end - (1 << 20)))

@@ -287,7 +287,7 @@ def forward_pass(plan: Plan, inputs: Inputs, precision: str) -> tuple[Saved, Fou
     largest = torch.zeros_like(top_sums)  # [B] of |D|; a one-word sentence has only that of its leaf
     if one_word:
         most = root.of(single, preterminals).amax(-1)
-        largest[single] = torch.where(top_sums[single] > 0, most / top_sums[single], 0.0)
+        largest[single] = most / top_sums[single]  # read only where top_sums > 0
     largest = largest.scatter_reduce_(0, sentence, derivatives.largest.double(), "amax")
     nothing = emissions.index_select(0, plan.leaf_word).amax(1) == float("-inf")  # no preterminal has this word
     unknown_words = torch.zeros_like(sentence[: len(top_sums)]).index_add_(0, sentence[:words], nothing.long())
