@@ -19,6 +19,9 @@ from flash_inside.softmax.products import (
     whole_lines,
 )
 
+#: Logits that a CPU keeps for the backward pass, at most: 256 MiB in fp32. To make them again takes a third of the time.
+MOST_KEPT = 1 << 26
+
 
 def log_normalizers(
     features: Tensor, embeddings: Tensor, precision: str = "fp32", largest_block: int = LARGEST_BLOCK
@@ -28,7 +31,8 @@ def log_normalizers(
     precision      of the products of fp32 tables: "fp32" | "tf32" | "bf16"; fp64 tables are computed in fp64
     largest_block  logits that exist at a time; PyTorch's own passes, where Triton's do not run, need as much again
 
-    Arithmetic: 2PVd forward; 6PVd backward, of which 2PVd are the same logits again.
+    Arithmetic: 2PVd forward; 6PVd backward, of which 2PVd are the same logits again. A CPU, whose memory is larger
+    and whose products are slower, keeps up to MOST_KEPT logits instead.
     """
     check_wide(features, embeddings)
     return _LogNormalizers.apply(features, embeddings, precision, largest_block)
@@ -41,9 +45,15 @@ class _LogNormalizers(torch.autograd.Function):
         wide = features.dtype
         a, b = operand(features, precision), whole_lines(operand(embeddings, precision))
         result = torch.empty(len(a), dtype=wide, device=a.device)
+        keep = a.device.type == "cpu" and len(a) * len(b) <= MOST_KEPT and any(ctx.needs_input_grad)
+        ctx.kept = []  # the logits of each block
         with product_precision(precision):
             for block in blocks(len(a), len(b), largest_block):
-                rows.log_sum_exp(multiply(a[block], b.T, wide), len(embeddings), result[block])
+                logits = multiply(a[block], b.T, wide)
+                rows.log_sum_exp(logits, len(embeddings), result[block])
+                if keep:
+                    ctx.kept.append(logits)
+                del logits  # before the next block is made
         ctx.save_for_backward(features, embeddings, result)
         return result
 
@@ -57,7 +67,7 @@ class _LogNormalizers(torch.autograd.Function):
         d_features, d_embeddings = torch.empty_like(features), None
         with product_precision(precision):
             for block in blocks(len(a), len(b), ctx.largest_block):
-                logits = multiply(a[block], b.T, wide)
+                logits = ctx.kept.pop(0) if ctx.kept else multiply(a[block], b.T, wide)
                 d_logits = logits if a.dtype == wide else torch.empty_like(logits, dtype=a.dtype)
                 rows.scaled_exp(logits, words, normalizers[block], gradient[block], out=d_logits)
                 del logits
