@@ -231,19 +231,20 @@ class Squares:
         """Return how many values of spans the squares have room for."""
         return 2 * int((layout.lengths**2).sum())
 
-    def _alive(self, width: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Yield the runs that have spans of a width: first row (of this width), spans of a sentence, both squares."""
+    def _alive(self, width: int) -> Iterator[tuple[slice, int, int, Tensor, Tensor]]:
+        """Yield the runs that have spans of a width: rows (of this width), sentences, spans of each, both squares."""
         first = 0
         for (count, length), left, right in zip(self.runs, self.left, self.right, strict=True):
             if length < width:
                 return
-            yield first, length - width + 1, left, right
-            first += count * (length - width + 1)
+            spans = length - width + 1
+            yield slice(first, first + count * spans), count, spans, left, right
+            first += count * spans
 
     def write(self, width: int, values: Tensor) -> None:
         """Write the values of the spans of a width: [R, 2, ...]."""
-        for first, spans, left, right in self._alive(width):
-            new = values[first : first + len(left) * spans].unflatten(0, (len(left), spans))
+        for rows, count, spans, left, right in self._alive(width):
+            new = values[rows].view(count, spans, *values.shape[1:])
             left[:, :spans, width - 1] = new[:, :, 0]
             right[:, width - 1 :, spans - 1] = new[:, :, 1]
 
@@ -251,7 +252,7 @@ class Squares:
         """Return the values of the spans of a width: [R, 2, ...], a copy."""
         parts = [
             torch.stack((left[:, :spans, width - 1], right[:, width - 1 :, spans - 1]), 2).flatten(0, 1)
-            for _, spans, left, right in self._alive(width)
+            for _, _, spans, left, right in self._alive(width)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -260,12 +261,12 @@ class Squares:
 
         Rows (of this width), left parts and right parts: views [sentences, spans, width - 1, ...].
         """
-        for first, spans, left, right in self._alive(width):
+        for rows, count, spans, left, right in self._alive(width):
             step = max(1, largest // (spans * (width - 1)))
-            for some in range(0, len(left), step):
-                to = min(some + step, len(left))
-                rows = slice(first + some * spans, first + to * spans)
-                yield rows, left[some:to, :spans, : width - 1], right[some:to, width - 1 :, spans:]
+            for some in range(0, count, step):
+                to = min(some + step, count)
+                here = slice(rows.start + some * spans, rows.start + to * spans)
+                yield here, left[some:to, :spans, : width - 1], right[some:to, width - 1 :, spans:]
 
 
 def taken(packed: np.ndarray, lengths: Sequence[int], sentences: Sequence[int]) -> np.ndarray:

@@ -96,6 +96,8 @@ class Weights:
 
     children: Tensor  # [2N, N]   nonterminal children
     leaves: Tensor  # [2N, P]   preterminal children
+    of_children: Tensor  # [N, 2N]   the same transposed
+    of_leaves: Tensor  # [P, 2N]
     layout: Layout
     compute: torch.dtype
 
@@ -105,7 +107,11 @@ class Weights:
         if rules.per_sentence:
             both = layout.sort(both)
         n = rules.nonterminals
-        return cls(both[..., :n].contiguous(), both[..., n:].contiguous(), layout, precision.compute)
+        children, leaves = both[..., :n].contiguous(), both[..., n:].contiguous()
+        if n <= LARGEST_AS_EVER or both.device.type != "cpu":
+            return cls(children, leaves, children.mT, leaves.mT, layout, precision.compute)
+        # A product with a transposed matrix goes to another library on ARM, which takes 0.2 ms to begin.
+        return cls(children, leaves, children.mT.contiguous(), leaves.mT.contiguous(), layout, precision.compute)
 
     @property
     def per_sentence(self) -> bool:
@@ -114,11 +120,11 @@ class Weights:
     def possible(self) -> Weights:
         """Return ones where a rule is possible, and zeros, in the compute type."""
         children, leaves = ((matrix > 0).to(self.compute) for matrix in (self.children, self.leaves))
-        return Weights(children, leaves, self.layout, self.compute)
+        return Weights(children, leaves, children.mT, leaves.mT, self.layout, self.compute)
 
     def to_children(self, rows: Tensor, width: int, block: slice | None = None) -> Tensor:
         """[eta | zeta] = rows [left; right]^T of a width's spans, or of a block of them: [R, N or P] -> [R, 2N]."""
-        return self._product(rows, (self.leaves if width == 1 else self.children).mT, width, block)
+        return self._product(rows, self.of_leaves if width == 1 else self.of_children, width, block)
 
     def from_children(self, d_children: Tensor, width: int) -> Tensor:
         """D by the rows of a width = D_eta left + D_zeta right: [R, 2N] -> [R, N or P]."""
@@ -272,6 +278,7 @@ class SquareChart(Chart):
     def _make_room(self) -> None:
         self.eta_zeta = Squares(self.layout, (self.n,), self.precision.storage, self.device)
         self.scales = Squares(self.layout, (), torch.float64, self.device)
+        self.log_scales: dict[int, Tensor] = {}  # of splits, by the first row of their block, for the second pass
         self.totals: Squares | None = None  # D_eta~ and D_zeta~, when they are asked for
 
     def _store(self, width: int, eta_zeta: Tensor) -> None:
@@ -280,11 +287,14 @@ class SquareChart(Chart):
 
     def splits(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield blocks of spans: rows; left and right parts [sentences, spans, k, N]; log scales [r, k]."""
-        first, largest = self.layout.span_rows(width).start, LARGEST_BLOCK // self.n
-        both = zip(self.eta_zeta.parts(width, largest), self.scales.parts(width, largest), strict=True)
-        for (some, left, right), (_, left_scale, right_scale) in both:
-            rows = slice(first + some.start, first + some.stop)
-            yield rows, left, right, self._allowed(rows, (left_scale + right_scale).flatten(0, 1))
+        here, largest = self.layout.span_rows(width), LARGEST_BLOCK // self.n
+        if here.start not in self.log_scales:
+            for some, left, right in self.scales.parts(width, largest):
+                rows = slice(here.start + some.start, here.start + some.stop)
+                self.log_scales[rows.start] = self._allowed(rows, (left + right).flatten(0, 1))
+        for some, left, right in self.eta_zeta.parts(width, largest):
+            rows = slice(here.start + some.start, here.start + some.stop)
+            yield rows, left, right, self.log_scales[rows.start]
 
     def _products(self, left: Tensor, right: Tensor) -> Tensor:
         compute = self.precision.compute
