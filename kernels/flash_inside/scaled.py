@@ -276,13 +276,13 @@ class SquareChart(Chart):
         return device.type == "cpu" and numbers <= LARGEST_SQUARES and largest <= LARGEST_BLOCK
 
     def _make_room(self) -> None:
-        self.eta_zeta = Squares(self.layout, (self.n,), self.precision.storage, self.device)
+        self.values = Squares(self.layout, (self.n,), self.precision.storage, self.device)
         self.scales = Squares(self.layout, (), torch.float64, self.device)
         self.log_scales: dict[int, Tensor] = {}  # of splits, by the first row of their block, for the second pass
         self.totals: Squares | None = None  # D_eta~ and D_zeta~, when they are asked for
 
     def _store(self, width: int, eta_zeta: Tensor) -> None:
-        self.eta_zeta.write(width, eta_zeta)
+        self.values.write(width, eta_zeta)
         self.scales.write(width, self.child_scale[self.layout.span_rows(width)])
 
     def splits(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
@@ -292,7 +292,7 @@ class SquareChart(Chart):
             for some, left, right in self.scales.parts(width, largest):
                 rows = slice(here.start + some.start, here.start + some.stop)
                 self.log_scales[rows.start] = self._allowed(rows, (left + right).flatten(0, 1))
-        for some, left, right in self.eta_zeta.parts(width, largest):
+        for some, left, right in self.values.parts(width, largest):
             rows = slice(here.start + some.start, here.start + some.stop)
             yield rows, left, right, self.log_scales[rows.start]
 
