@@ -89,6 +89,9 @@ _WrongUsage: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__na
 
 
 def main() -> None:
+    # PyTorch's allocator on ARM CPUs (mimalloc) reads this when PyTorch is imported. By default it gives memory back to
+    # the system 10 ms after a tensor is freed, and the next step asks for it again, page by page.
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")  # milliseconds
     _prepare_streams()
     try:
         status = _run()

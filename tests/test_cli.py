@@ -121,6 +121,18 @@ def test_ctrl_c_while_the_command_line_is_imported_is_one_line(monkeypatch, caps
     assert scripts == {"lm_pcfg": "lm_pcfg.__main__:main"}
 
 
+def test_memory_is_kept_between_steps(monkeypatch):
+    """The allocator reads the environment when PyTorch is imported, which no command does before this."""
+    told: list[str] = []
+    monkeypatch.setattr(cli, "_prepare_streams", lambda: None)
+    monkeypatch.setattr(cli, "_run", lambda: told.append(os.environ["MIMALLOC_PURGE_DELAY"]) or 0)
+    for given in ({}, {"MIMALLOC_PURGE_DELAY": "0"}):
+        monkeypatch.setattr(os, "environ", given)
+        with contextlib.suppress(SystemExit):
+            cli.main()
+    assert told == ["10000", "0"]
+
+
 # ---- train ----------------------------------------------------------------------------------------------------------
 
 

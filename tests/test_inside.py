@@ -171,6 +171,7 @@ def test_the_torch_backend_does_not_depend_on_the_size_of_a_block(largest_block,
         return log_z.detach(), *torch.autograd.grad(log_z.sum(), inputs)
 
     whole = log_z_and_gradients()
+    monkeypatch.setattr(scaled, "LARGEST_SQUARES", 0)
     monkeypatch.setattr(scaled, "LARGEST_BLOCK", largest_block)
     monkeypatch.setattr(scaled, "MOST_SPLITS_KEPT", largest_block)
     steps, blocks = {}, SplitRows.blocks
@@ -178,6 +179,47 @@ def test_the_torch_backend_does_not_depend_on_the_size_of_a_block(largest_block,
     for one, other in zip(whole, log_z_and_gradients(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
     assert steps == {width: max(1, largest_block // (3 * splits)) for width, splits in ((2, 1), (3, 2), (4, 3), (5, 4))}
+
+
+SQUARE_LENGTHS = [[7, 7, 7], [9, 4, 9, 1, 2, 8], [1], [2, 1]]
+
+
+def log_z_and_gradients(lengths, dtype, precision, limits=None):
+    rules, words = random_rules(5, 7, dtype=dtype), random_emissions(sum(lengths), 7, dtype=dtype)
+    inputs = [tensor.requires_grad_() for tensor in (*rules, words)]
+    log_z = flash_inside.inside(Rules(*inputs[:3]), inputs[3], lengths, precision, "torch", limits=limits)
+    return log_z.detach(), *torch.autograd.grad(log_z.sum(), inputs)
+
+
+@pytest.mark.parametrize("lengths", SQUARE_LENGTHS, ids=str)
+@pytest.mark.parametrize("largest_block", [16 * 5, 1 << 22])
+def test_squares_change_no_bit_of_small_grammars(lengths, largest_block, monkeypatch):
+    """Blocks are of one sentence of some words, of several, or of all."""
+    limits = np.concatenate([flash_inside.span_limits([(0, min(2, length))], length) for length in lengths])
+    made, make = [], scaled.Squares.__init__
+    monkeypatch.setattr(scaled.Squares, "__init__", lambda *given: made.append(given) or make(*given))
+    monkeypatch.setattr(scaled, "LARGEST_BLOCK", largest_block)
+    in_squares = [log_z_and_gradients(lengths, torch.float32, "fp32", given) for given in (None, limits)]
+    assert len(made) == (0 if 5 * max(lengths) ** 2 // 4 > largest_block else 4 if lengths == [1] else 6)
+    monkeypatch.setattr(scaled, "LARGEST_SQUARES", 0)
+    made.clear()
+    by_number = [log_z_and_gradients(lengths, torch.float32, "fp32", given) for given in (None, limits)]
+    assert not made
+    for one, other in zip(sum(in_squares, ()), sum(by_number, ()), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("lengths", SQUARE_LENGTHS, ids=str)
+@pytest.mark.parametrize("largest_squares", [0, 1 << 26])
+def test_the_order_of_sums_of_large_grammars(lengths, largest_squares, monkeypatch):
+    """Above 64 nonterminals a CPU sums over splits in another order; here from the first one on."""
+    as_ever = log_z_and_gradients(lengths, torch.float64, "fp64")
+    monkeypatch.setattr(scaled, "LARGEST_AS_EVER", 0)
+    monkeypatch.setattr(scaled, "LARGEST_SQUARES", largest_squares)
+    if max(lengths) > 1:
+        monkeypatch.setattr(torch, "bmm", raising("bmm"))
+    for one, other in zip(as_ever, log_z_and_gradients(lengths, torch.float64, "fp64"), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 def test_bf16_begins_above_256_nonterminals_for_rules_and_chart_alike():

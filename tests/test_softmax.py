@@ -70,8 +70,40 @@ def test_normalizers_in_narrow_types(precision, tolerance):
     )
 
 
-def test_large_logits_do_not_overflow():
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"),
+    [("fp32", torch.float64, 1e-14), ("fp32", torch.float32, 1e-6), ("bf16", torch.float32, 1e-2)],
+)
+def test_logits_that_a_cpu_keeps(precision, dtype, tolerance, monkeypatch):
+    """As many as KEPT_FROM to KEPT_TO: one product for the logits and two for the gradients, each pass again."""
+    features, embeddings = inputs = tables(P, V, dtype=dtype)
+    weights = torch.randn(P, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    made, made_again, multiply = [], log_normalizers(*inputs, precision), normalizers.multiply
+    gradients = torch.autograd.grad(made_again @ weights, inputs)
+    monkeypatch.setattr(normalizers, "multiply", lambda *given: made.append(multiply(*given)) or made[-1])
+    monkeypatch.setattr(normalizers, "KEPT_FROM", P * V)
+    kept = log_normalizers(*inputs, precision)
+    for _ in range(2):
+        assert_same(torch.autograd.grad(kept @ weights, inputs, retain_graph=True), gradients, tolerance)
+    assert_same([kept], [made_again], tolerance)
+    assert [result.shape for result in made] == [(P, V), (P, D), (V, D), (P, D), (V, D)]
+    for change in ("no_grad", "KEPT_TO", "largest_block"):  # nothing is kept: rows are whole lines
+        made.clear()
+        if change == "KEPT_TO":
+            monkeypatch.setattr(normalizers, change, P * V - 1)
+        with torch.set_grad_enabled(change != "no_grad"):
+            log_normalizers(features, embeddings, precision, P * V - 1 if change == "largest_block" else 1 << 27)
+        assert all(result.shape[1] == 112 for result in made)
+        monkeypatch.setattr(normalizers, "KEPT_TO", 1 << 26)
+
+
+def test_large_logits_do_not_overflow(monkeypatch):
     features, embeddings = tables(3, 5, dtype=torch.float32, scale=100.0)
+    monkeypatch.setattr(normalizers, "KEPT_FROM", 0)
+    kept = log_normalizers(features, embeddings)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(kept.sum(), (features, embeddings)))
+    monkeypatch.setattr(normalizers, "KEPT_FROM", 1 << 20)
+    torch.testing.assert_close(log_normalizers(features, embeddings), kept)
     ours = log_normalizers(features, embeddings)
     assert ours.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(ours.sum(), (features, embeddings)))
@@ -176,7 +208,9 @@ def test_children_equal_the_dense_ones(largest_block):
     )
 
 
-def test_derivatives_by_finite_differences():
+def test_derivatives_by_finite_differences(monkeypatch):
+    assert torch.autograd.gradcheck(log_normalizers, tables(3, 4))
+    monkeypatch.setattr(normalizers, "KEPT_FROM", 0)
     assert torch.autograd.gradcheck(log_normalizers, tables(3, 4))
     assert torch.autograd.gradcheck(lambda *tables: child_probabilities(*tables)[:2], tables(2, 5, 5))
 

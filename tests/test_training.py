@@ -256,6 +256,24 @@ def test_accumulation_computes_the_grammar_once_and_equals_one_large_batch(tmp_p
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_a_cpu_updates_large_models_in_one_pass(tmp_path, monkeypatch):
+    """Small ones, whose runs can be repeated bit for bit, tensor by tensor."""
+    monkeypatch.setattr("lm_pcfg.distributed.learner.EPSILON", 1e-3)
+    small = trainer(tmp_path)
+    weights = sum(parameter.numel() for parameter in small.learner.parameters.values())
+    monkeypatch.setattr("lm_pcfg.distributed.learner.FUSED_FROM", weights)
+    large = trainer(tmp_path)
+    assert [made.learner.optimizer.param_groups[0]["fused"] for made in (small, large)] == [False, True]
+    for made in (small, large):
+        assert all(made.step(made.stream.next_step()) for _ in range(2))
+    ours, theirs = (made.learner.optimizer_tensors() for made in (large, small))
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+    for one, other in zip(large.learner.parameters.values(), small.learner.parameters.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def small_batch(trained: loop.Steps, indices):
     from lm_pcfg.corpus.batches import make_batch
 

@@ -206,6 +206,69 @@ class SplitRows:
         return torch.from_numpy(left).to(self.device), torch.from_numpy(right).to(self.device)
 
 
+class Squares:
+    """Values of all spans, [rows, 2, ...], where those of the parts of a span's splits lie one after another.
+
+    No part has to be looked up by the number of its row: the parts of many spans are one view. For sentences of one
+    length L (a run), with b the sentence among them,
+
+        left[b, i, w - 1]    has the first value of the span of w words that begins at word i,
+        right[b, j, L - w]   the second value of the span of w words that ends at word j.
+
+    The span of w words at i has the left parts left[b, i, :w-1] and the right parts right[b, i+w-1, L-w+1:]. Half of a
+    square is empty.
+    """
+
+    def __init__(self, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self.runs = [(run.sentences.stop - run.sentences.start, run.each) for run in layout.runs(1)]
+        self.left, self.right = (
+            [torch.zeros(count, length, length, *shape, dtype=dtype, device=device) for count, length in self.runs]
+            for _ in range(2)
+        )
+
+    @staticmethod
+    def numbers(layout: Layout) -> int:
+        """Return how many values of spans the squares have room for."""
+        return 2 * int((layout.lengths**2).sum())
+
+    def _alive(self, width: int) -> Iterator[tuple[slice, int, int, Tensor, Tensor]]:
+        """Yield the runs that have spans of a width: rows (of this width), sentences, spans of each, both squares."""
+        first = 0
+        for (count, length), left, right in zip(self.runs, self.left, self.right, strict=True):
+            if length < width:
+                return
+            spans = length - width + 1
+            yield slice(first, first + count * spans), count, spans, left, right
+            first += count * spans
+
+    def write(self, width: int, values: Tensor) -> None:
+        """Write the values of the spans of a width: [R, 2, ...]."""
+        for rows, count, spans, left, right in self._alive(width):
+            new = values[rows].view(count, spans, *values.shape[1:])
+            left[:, :spans, width - 1] = new[:, :, 0]
+            right[:, width - 1 :, spans - 1] = new[:, :, 1]
+
+    def read(self, width: int) -> Tensor:
+        """Return the values of the spans of a width: [R, 2, ...], a copy."""
+        parts = [
+            torch.stack((left[:, :spans, width - 1], right[:, width - 1 :, spans - 1]), 2).flatten(0, 1)
+            for _, _, spans, left, right in self._alive(width)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def parts(self, width: int, largest: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield the parts of all splits of the spans of a width, of some sentences at a time: `largest` splits or one.
+
+        Rows (of this width), left parts and right parts: views [sentences, spans, width - 1, ...].
+        """
+        for rows, count, spans, left, right in self._alive(width):
+            step = max(1, largest // (spans * (width - 1)))
+            for some in range(0, count, step):
+                to = min(some + step, count)
+                here = slice(rows.start + some * spans, rows.start + to * spans)
+                yield here, left[some:to, :spans, : width - 1], right[some:to, width - 1 :, spans:]
+
+
 def taken(packed: np.ndarray, lengths: Sequence[int], sentences: Sequence[int]) -> np.ndarray:
     """Return the rows of some sentences of a packed array [sum(lengths), ...]."""
     parts = np.split(packed, np.cumsum(lengths)[:-1])

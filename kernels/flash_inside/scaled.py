@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flash_inside.brackets import allowed_rows
-from flash_inside.packing import Layout, SplitRows
+from flash_inside.packing import Layout, SplitRows, Squares
 from flash_inside.precision import (
     LARGEST_D_OF_TORCH,
     Format,
@@ -39,6 +39,11 @@ from flash_inside.rules import Rules
 
 LARGEST_BLOCK = 1 << 22  # elements of a temporary [rows, splits, N] (measured on a CPU: larger ones leave the cache)
 MOST_SPLITS_KEPT = 1 << 22  # of a chart, between its passes; the rows of the others are computed block by block
+#: Numbers of eta~ and zeta~ in squares, at most (256 MiB in fp32): half of a square is empty.
+LARGEST_SQUARES = 1 << 26
+#: Up to so many nonterminals sums over splits are rounded as they always were, on every device: the runs of small
+#: models can be repeated bit for bit. Above, a CPU sums in an order that it is faster in.
+LARGEST_AS_EVER = 64
 
 
 class Result(NamedTuple):
@@ -91,6 +96,8 @@ class Weights:
 
     children: Tensor  # [2N, N]   nonterminal children
     leaves: Tensor  # [2N, P]   preterminal children
+    of_children: Tensor  # [N, 2N]   the same transposed
+    of_leaves: Tensor  # [P, 2N]
     layout: Layout
     compute: torch.dtype
 
@@ -100,7 +107,11 @@ class Weights:
         if rules.per_sentence:
             both = layout.sort(both)
         n = rules.nonterminals
-        return cls(both[..., :n].contiguous(), both[..., n:].contiguous(), layout, precision.compute)
+        children, leaves = both[..., :n].contiguous(), both[..., n:].contiguous()
+        if n <= LARGEST_AS_EVER or both.device.type != "cpu":
+            return cls(children, leaves, children.mT, leaves.mT, layout, precision.compute)
+        # A product with a transposed matrix goes to another library on ARM, which takes 0.2 ms to begin.
+        return cls(children, leaves, children.mT.contiguous(), leaves.mT.contiguous(), layout, precision.compute)
 
     @property
     def per_sentence(self) -> bool:
@@ -109,11 +120,11 @@ class Weights:
     def possible(self) -> Weights:
         """Return ones where a rule is possible, and zeros, in the compute type."""
         children, leaves = ((matrix > 0).to(self.compute) for matrix in (self.children, self.leaves))
-        return Weights(children, leaves, self.layout, self.compute)
+        return Weights(children, leaves, children.mT, leaves.mT, self.layout, self.compute)
 
     def to_children(self, rows: Tensor, width: int, block: slice | None = None) -> Tensor:
         """[eta | zeta] = rows [left; right]^T of a width's spans, or of a block of them: [R, N or P] -> [R, 2N]."""
-        return self._product(rows, (self.leaves if width == 1 else self.children).mT, width, block)
+        return self._product(rows, self.of_leaves if width == 1 else self.of_children, width, block)
 
     def from_children(self, d_children: Tensor, width: int) -> Tensor:
         """D by the rows of a width = D_eta left + D_zeta right: [R, 2N] -> [R, N or P]."""
@@ -160,9 +171,10 @@ class Chart:
             self.allowed = torch.from_numpy(allowed_rows(limits, layout)).to(emissions.device)
         self.n = weights.children.shape[-1]
         device, rows = emissions.device, layout.rows
+        self.device, self.as_ever = device, device.type != "cpu" or self.n <= LARGEST_AS_EVER
         self.split_rows = SplitRows(layout, device, MOST_SPLITS_KEPT)
         self.leaf_word = torch.from_numpy(layout.leaf_word).to(device)
-        self.eta_zeta = torch.empty(rows, 2, self.n, dtype=precision.storage, device=device)  # eta~, zeta~
+        self._make_room()
         self.largest = torch.empty(rows, 2, 1, dtype=precision.compute, device=device)  # mL, mR
         self.beta = torch.empty(rows - layout.words, self.n, dtype=precision.storage, device=device)  # widths > 1
         self.divisor = torch.ones(rows, dtype=precision.compute, device=device)  # of beta
@@ -175,18 +187,27 @@ class Chart:
             self._split_sum(width)
             self._store_children(width, weights.to_children(self.beta_rows(width), width))
 
+    def _make_room(self) -> None:
+        """Make room for eta~ and zeta~."""
+        self.eta_zeta = torch.empty(self.layout.rows, 2, self.n, dtype=self.precision.storage, device=self.device)
+
     def beta_rows(self, width: int) -> Tensor:
         rows = self.layout.span_rows(width)
         return self.beta[rows.start - self.layout.words : rows.stop - self.layout.words]
 
+    def row_numbers(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield blocks of the spans of a width: rows; rows of left parts, of right parts, each [r, k]."""
+        return self.split_rows.blocks(width, max(1, LARGEST_BLOCK // (self.n * (width - 1))))
+
     def splits(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yield blocks of the spans of a width: rows; rows of left parts, of right parts, log scales, each [r, k]."""
-        step = max(1, LARGEST_BLOCK // (self.n * (width - 1)))
-        for rows, left, right in self.split_rows.blocks(width, step):
-            log_scale = self.child_scale[:, 0][left] + self.child_scale[:, 1][right]
-            if self.allowed is not None:  # no split of a span that is not allowed counts, so its row is zero
-                log_scale.masked_fill_(~self.allowed[rows, None], float("-inf"))
-            yield rows, left, right, log_scale
+        """Yield the same, and log scales: [r, k]."""
+        for rows, left, right in self.row_numbers(width):
+            yield rows, left, right, self._allowed(rows, self.child_scale[:, 0][left] + self.child_scale[:, 1][right])
+
+    def _allowed(self, rows: slice, log_scale: Tensor) -> Tensor:
+        if self.allowed is not None:  # no split of a span that is not allowed counts, so its row is zero
+            log_scale.masked_fill_(~self.allowed[rows, None], float("-inf"))
+        return log_scale
 
     def gather(self, rows: Tensor, side: int) -> Tensor:
         """Gather eta~ (side 0) or zeta~ (side 1) of a table of rows: [r, k] -> [r, k, N] in the compute type."""
@@ -197,8 +218,11 @@ class Chart:
             largest = log_scale.amax(1, keepdim=True)
             largest.masked_fill_(largest == float("-inf"), 0.0)
             coefficient = (log_scale - largest).exp().to(self.precision.compute)  # [r, k]
-            products = self.gather(left, 0).mul_(self.gather(right, 1))  # [r, k, N]
-            beta = torch.bmm(coefficient.unsqueeze(1), products).squeeze(1)  # [r, N]
+            products = self._products(left, right)  # [r, k, N]
+            if self.as_ever:
+                beta = torch.bmm(coefficient.unsqueeze(1), products).squeeze(1)  # [r, N]
+            else:  # on a CPU the batched product goes from row to row
+                beta = products.mul_(coefficient.unsqueeze(2)).sum(1)
             # Divided by its maximum, the symbol that dominates a row is 1 and has no rounding error in bf16.
             divisor = beta.amax(1, keepdim=True)
             divisor = torch.where(divisor > 0, divisor, 1.0)
@@ -206,14 +230,25 @@ class Chart:
             self.scale[rows] = (largest + divisor.double().log()).squeeze(1)
             self.beta[rows.start - self.layout.words : rows.stop - self.layout.words] = beta / divisor
 
+    def _products(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return eta~ x zeta~ of the splits that `splits` yields: [r, k, N] in the compute type."""
+        return self.gather(left, 0).mul_(self.gather(right, 1))
+
+    def flow(self, rows: slice, log_scale: Tensor, d_beta: Tensor) -> Tensor:
+        """Return c x D_beta~ of splits: [r, k], [r, N] -> [r, k, N]."""
+        coefficient = (log_scale - self.scale[rows, None]).exp().to(self.precision.compute)
+        return coefficient.unsqueeze(2) * d_beta.unsqueeze(1)
+
     def add_to_parts(self, width: int, d_beta: Tensor, totals: Tensor) -> None:
         """Add to D_eta~ and D_zeta~ of the parts of a width's spans. d_beta: [R, N]; totals: [rows, 2, N]"""
         here = self.layout.span_rows(width)
         for block, left, right, log_scale in self.splits(width):
-            coefficient = (log_scale - self.scale[block, None]).exp().to(self.precision.compute)  # [r, k]
-            flow = coefficient.unsqueeze(2) * d_beta[block.start - here.start : block.stop - here.start].unsqueeze(1)
+            flow = self.flow(block, log_scale, d_beta[block.start - here.start : block.stop - here.start])
             totals[:, 0].index_add_(0, left.flatten(), (self.gather(right, 1) * flow).flatten(0, 1))
             totals[:, 1].index_add_(0, right.flatten(), (self.gather(left, 0) * flow).flatten(0, 1))
+
+    def collect(self, width: int, totals: Tensor) -> None:
+        """Bring what was added for the spans of a width to their rows of the totals: it is there already."""
 
     def _store_children(self, width: int, eta_zeta: Tensor) -> None:
         """Rescale [eta | zeta] of a width, each by its own maximum; an all-zero row gets scale -inf and a divisor 1."""
@@ -223,7 +258,64 @@ class Chart:
         self.child_scale[rows] = self.scale[rows, None] + largest.squeeze(2).double().log()
         largest = torch.where(largest > 0, largest, 1.0)
         self.largest[rows] = largest
-        self.eta_zeta[rows] = (eta_zeta / largest).to(self.precision.storage)
+        self._store(width, (eta_zeta / largest).to(self.precision.storage))
+
+    def _store(self, width: int, eta_zeta: Tensor) -> None:
+        """Store eta~ and zeta~ of a width, whose scales are known: [R, 2, N]."""
+        self.eta_zeta[self.layout.span_rows(width)] = eta_zeta
+
+
+class SquareChart(Chart):
+    """The same on a CPU without a table of row numbers: parts of splits are views of squares (packing.Squares)."""
+
+    @staticmethod
+    def fits(layout: Layout, nonterminals: int, device: torch.device) -> bool:
+        """Whether a chart of squares is not too large, nor the temporaries of one sentence."""
+        largest = layout.longest**2 // 4 * nonterminals
+        numbers = Squares.numbers(layout) * nonterminals
+        return device.type == "cpu" and numbers <= LARGEST_SQUARES and largest <= LARGEST_BLOCK
+
+    def _make_room(self) -> None:
+        self.values = Squares(self.layout, (self.n,), self.precision.storage, self.device)
+        self.scales = Squares(self.layout, (), torch.float64, self.device)
+        self.log_scales: dict[int, Tensor] = {}  # of splits, by the first row of their block, for the second pass
+        self.totals: Squares | None = None  # D_eta~ and D_zeta~, when they are asked for
+
+    def _store(self, width: int, eta_zeta: Tensor) -> None:
+        self.values.write(width, eta_zeta)
+        self.scales.write(width, self.child_scale[self.layout.span_rows(width)])
+
+    def splits(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yield blocks of spans: rows; left and right parts [sentences, spans, k, N]; log scales [r, k]."""
+        here, largest = self.layout.span_rows(width), LARGEST_BLOCK // self.n
+        if here.start not in self.log_scales:
+            for some, left, right in self.scales.parts(width, largest):
+                rows = slice(here.start + some.start, here.start + some.stop)
+                self.log_scales[rows.start] = self._allowed(rows, (left + right).flatten(0, 1))
+        for some, left, right in self.values.parts(width, largest):
+            rows = slice(here.start + some.start, here.start + some.stop)
+            yield rows, left, right, self.log_scales[rows.start]
+
+    def _products(self, left: Tensor, right: Tensor) -> Tensor:
+        compute = self.precision.compute
+        return (left.to(compute) * right.to(compute)).flatten(0, 1)
+
+    def add_to_parts(self, width: int, d_beta: Tensor, totals: Tensor) -> None:
+        compute, first = self.precision.compute, self.layout.span_rows(width).start
+        if self.totals is None:
+            self.totals = Squares(self.layout, (self.n,), compute, self.device)
+        both = zip(self.splits(width), self.totals.parts(width, LARGEST_BLOCK // self.n), strict=True)
+        for (rows, left, right, log_scale), (_, d_left, d_right) in both:
+            flow = self.flow(rows, log_scale, d_beta[rows.start - first : rows.stop - first]).view(left.shape)
+            for d_part, other in ((d_left, right), (d_right, left)):
+                if self.as_ever:
+                    d_part.add_(other.to(compute) * flow)
+                else:  # rounded once
+                    d_part.addcmul_(other.to(compute), flow)
+
+    def collect(self, width: int, totals: Tensor) -> None:
+        if self.totals is not None:
+            totals[self.layout.span_rows(width)] = self.totals.read(width)
 
 
 def leaf_values(emissions: Tensor, leaf_word: Tensor, precision: Format) -> tuple[Tensor, Tensor]:
@@ -242,11 +334,11 @@ def _lost_rows(chart: Chart, emissions: Tensor) -> Tensor:
     the same recursion over booleans.
     """
     layout, possible, compute = chart.layout, chart.weights.possible(), chart.precision.compute
-    yes = torch.empty_like(chart.eta_zeta, dtype=torch.bool)  # [rows, 2, N]
+    yes = torch.empty(layout.rows, 2, chart.n, dtype=torch.bool, device=chart.device)
     words_yes = emissions.index_select(0, chart.leaf_word) > float("-inf")
     yes[: layout.words] = (possible.to_children(words_yes.to(compute), 1) > 0).view(-1, 2, chart.n)
     for width in range(2, layout.longest + 1):
-        for rows, left, right, _ in chart.splits(width):
+        for rows, left, right in chart.row_numbers(width):
             beta_yes = (yes[:, 0][left] & yes[:, 1][right]).any(1)  # [r, N]
             if chart.allowed is not None:
                 beta_yes &= chart.allowed[rows, None]
@@ -275,6 +367,7 @@ def _derivatives(chart: Chart, root: Root, top_rows: Tensor, top_sums: Tensor) -
 
     for width in range(layout.longest, 0, -1):
         here = layout.span_rows(width)
+        chart.collect(width, totals)
         totals[here] /= chart.largest[here]
         largest[here] = totals[here].abs().flatten(1).amax(1)
         if width == 1:
@@ -308,7 +401,8 @@ class _ScaledInside(torch.autograd.Function):
         nonterminals, preterminals = slice(0, n), slice(n, None)
         with matmul_precision(precision_name):
             weights = Weights.of(rules, layout, precision)
-            chart = Chart(weights, emissions, layout, precision, limits)
+            kind = SquareChart if SquareChart.fits(layout, n, device) else Chart
+            chart = kind(weights, emissions, layout, precision, limits)
 
             # root . beta~ of every sorted sentence; the one-word ones are the last and use e~ and the preterminal part
             top_rows = torch.from_numpy(layout.tops()).to(device)  # [B]
