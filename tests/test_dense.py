@@ -252,6 +252,14 @@ def test_a_word_whose_likely_tag_is_lost_is_computed_again():
     assert dense.inside_unchecked(rules, words, [1, 1])[1].tolist() == [False, True]
 
 
+def test_grammars_of_some_sentences():
+    one = pair_rules(2, 3)
+    assert one.of_sentences([1]) is one.of_sentence(1) is one
+    many = PairRules(*(torch.stack((tensor, 2 * tensor, 3 * tensor)) for tensor in one))
+    assert torch.equal(many.of_sentences([2, 0]).pairs, torch.stack((3 * one.pairs, one.pairs)))
+    assert torch.equal(many.of_sentence(1).root, 2 * one.root)
+
+
 def test_impossible_sentences_and_nan():
     rules, emissions = pair_rules(2, 3), random_emissions(7, 3)
     emissions[1] = float("-inf")

@@ -217,6 +217,10 @@ def test_sums_over_processes(monkeypatch, processes):
     own = Collectives(0, processes, torch.device("cpu"))
     assert own.sums([0.1, 2.0]) == [processes * 0.1, processes * 2.0]
     assert len(calls) == (processes > 1)
+    tensor = torch.ones(2)
+    assert own.all_reduce(tensor) is tensor
+    assert tensor.tolist() == [processes] * 2
+    assert len(calls) == 2 * (processes > 1)
     assert (own.waited > 0) == (processes > 1)
 
 

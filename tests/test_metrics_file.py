@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,14 @@ def file_with_steps(path: Path, steps: range) -> MetricsFile:
     return metrics
 
 
+def test_times_are_in_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1.23456)
+    MetricsFile(tmp_path / "metrics.jsonl", pytest.fail).append(1, {})
+    assert strict_lines(tmp_path / "metrics.jsonl")[0]["time"] == 1.235
+
+
 def test_each_line_is_there_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "metrics.jsonl"
+    path = tmp_path / "runs" / "run" / "metrics.jsonl"
     metrics = MetricsFile(path, pytest.fail)
     for step in range(3):
         metrics.append(step, {"loss": 1 / (step + 1), "split": "train", "words": 7, "time": "not this one"})

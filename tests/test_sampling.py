@@ -165,6 +165,25 @@ def test_what_the_format_holds_in_part_is_computed_again(depth):
     torch.testing.assert_close(fp32.double(), fp64, rtol=1e-6, atol=0)
 
 
+def test_no_block_is_larger_than_it_may_be_and_none_much_smaller(monkeypatch):
+    """Tables of splits, of options, and of rows times children."""
+    largest, sizes = 60, {"_over_splits": [], "_choose": [], "_repair": []}
+    monkeypatch.setattr(trees, "LARGEST_BLOCK", largest)
+    for name, found in sizes.items():
+        original = getattr(SampledTrees, name)
+
+        def recorded(self, values, *rest, found=found, original=original):
+            widths = [values.numel() // len(values), *(other.shape[1] for other in rest if torch.is_tensor(other))]
+            found.append(len(values) * max(widths))
+            return original(self, values, *rest)
+
+        monkeypatch.setattr(SampledTrees, name, recorded)
+    rules, emissions = random_rules(4, 5, seed=3), random_emissions(20, 5, seed=3)
+    drawn(rules, emissions, [9, 11], 40, 0)
+    for found in sizes.values():
+        assert largest / 2 < max(found) <= largest
+
+
 def test_spans_without_a_tree_are_in_no_tree():
     lengths = [4, 1, 6, 2]
     rules, emissions = right_branching(3, 4, lengths)
