@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flash_inside
-from flash_inside import Rules, interface, recomputation, reference, scaled, trees
+from flash_inside import Rules, interface, recomputation, reference, trees
 from flash_inside.packing import Layout, SplitRows
 from flash_inside.precision import most_words_of_short
+from flash_inside.scaled import chart as scaled
 from grammars import enumerate_trees, raising, random_emissions, random_rules
 
 BACKENDS = ["torch", "reference"]

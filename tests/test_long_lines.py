@@ -14,9 +14,10 @@ import torch
 
 import flash_inside
 from command_line import lm_pcfg as command
-from flash_inside import devices, scaled, trees
+from flash_inside import devices, trees
 from flash_inside.devices import cgroup_limit, chart_memory, longest_fitting, memory_of
 from flash_inside.packing import Layout
+from flash_inside.scaled import chart as scaled
 from grammars import random_emissions, random_rules
 from lm_pcfg import console
 from lm_pcfg.errors import UserError
@@ -139,7 +140,8 @@ def test_what_fits_is_the_inverse_of_what_is_taken():
 
 MEASURE = """
 import torch
-from flash_inside import Rules, inside, scaled
+from flash_inside import Rules, inside
+from flash_inside.scaled import chart as scaled
 from flash_inside.devices import chart_memory
 
 def most_memory():

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import flash_inside
-from flash_inside import Rules, Statistics, dense, recomputation, scaled
+from flash_inside import Rules, Statistics, dense, recomputation
 from flash_inside.dense import PairRules
 from flash_inside.dense import scaled as dense_scaled
 from flash_inside.devices import chunks_of_sentences, sentence_memory
 from flash_inside.packing import Layout, Padding
 from flash_inside.precision import TOLERANCE
+from flash_inside.scaled import chart as scaled
 from grammars import enumerate_trees, random_emissions, random_rules, rules_that_lose_a_row, score_of
 from test_brackets import packed_limits, some_brackets
 from test_dense import enumerated, pair_rules

@@ -152,8 +152,13 @@ def test_limits_of_formats_and_blocks_are_sensible():
     """Tolerances are small shares. Blocks are a few hundred megabytes at most, and not one row at a time."""
     shares = [*TOLERANCE.values(), *TOLERANCE_OF_NORMALIZERS.values()]
     assert all(0 < share <= 0.2 for share in [TOLERANCE_OF_TREES, *sum(shares, ())])
-    blocks = scaled.LARGEST_BLOCK, dense_scaled.LARGEST_BLOCK, trees.LARGEST_BLOCK, reference._LogMatmul.LARGEST_BLOCK
-    for size in (*blocks, scaled.MOST_SPLITS_KEPT, plan.MOST_SPLITS_KEPT):
+    blocks = (
+        scaled.chart.LARGEST_BLOCK,
+        dense_scaled.LARGEST_BLOCK,
+        trees.LARGEST_BLOCK,
+        reference._LogMatmul.LARGEST_BLOCK,
+    )
+    for size in (*blocks, scaled.chart.MOST_SPLITS_KEPT, plan.MOST_SPLITS_KEPT):
         assert 1 << 20 <= size <= 1 << 26
 
 

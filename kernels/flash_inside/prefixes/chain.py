@@ -9,7 +9,7 @@ and the last at word k. With start, again, leaves and first of ending.py:
 
 h_k does not depend on the word k: `leaves^T h_k` is the probability of every preterminal as the next one, together with
 the words before. So all next-word distributions of a sentence come from one chart. Rows are held as in
-flash_inside/scaled.py: values divided by their maximum, and a log scale in fp64.
+flash_inside/scaled/: values divided by their maximum, and a log scale in fp64.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prefix probabilities in scaled linear space on packed sentences: plain PyTorch, any device, differentiable.
 
-The chart is that of flash_inside/scaled.py, the chain of vectors that of chain.py.
+The chart is that of flash_inside/scaled/chart.py, the chain of vectors that of chain.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The inside algorithm and its derivatives on a GPU: Triton kernels between cuBLAS products, one product per width.
 
-The contract is that of scaled.py (log Z, trusted, posterior). What differs, and why:
+The contract is that of scaled/ (log Z, trusted, posterior). What differs, and why:
 
     one scale a row       eta | zeta are stored as the product leaves them, in the storage type: no pass over them
     no copy of the rules  products read left and right where they are, and write the gradients where they belong

@@ -97,7 +97,7 @@ def verdict_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """log Z, and whether it can be believed (see `trusted` in scaled.py). Grid: (sentences,)."""
+    """log Z, and whether it can be believed (see `trusted` in scaled/passes.py). Grid: (sentences,)."""
     b = tl.program_id(0)
     length = tl.load(lengths + b).to(tl.int32)
     prefix_b = tl.load(prefix + b)
