@@ -44,6 +44,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor,
 }
 
+#: Commands that processes of a launcher run together; of another one each would do all the work, and print it.
+TOGETHER = ("train", "score", "parse", "evaluate", "bench", "doctor")
+
 app = typer.Typer(
     help="Probabilistic context-free grammars as language models.",
     cls=WholeHelp,
@@ -67,8 +70,13 @@ def options(
 
         print(f"lm_pcfg {installed_version('lm_pcfg')}")
         raise typer.Exit
-    if context.invoked_subcommand is None:
+    command = context.invoked_subcommand
+    if command is None:
         print(context.get_help())
+    elif command not in TOGETHER and "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        if os.environ.get("RANK", "0") != "0":
+            raise FailedElsewhere("rank 0 says why")
+        raise UserError(f"{command} runs in one process: start it without a launcher")
 
 
 # When a process exits, the launcher ends all others: a process without an error of its own waits this many seconds, so

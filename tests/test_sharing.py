@@ -265,6 +265,23 @@ def test_wrong_usage_is_told_by_the_first_rank_of_a_host(folder, monkeypatch):
         assert len(slept) == int(rank)
 
 
+def test_commands_that_ranks_cannot_share_are_refused(folder, monkeypatch):
+    """Each rank would print all of it."""
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
+    said = []
+    for rank in ("0", "1"):
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        result = lm_pcfg("surprisal", "text", "--checkpoint", "runs/one", cwd=folder)
+        assert (result.returncode, result.stdout) == (1, b"")
+        said.append(result.stderr)
+    assert b"surprisal runs in one process: start it without a launcher" in said[0]
+    assert said[1] == b""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert lm_pcfg("surprisal", "text", "--checkpoint", "runs/one", cwd=folder).returncode == 0
+
+
 def test_other_ranks_leave_warnings_and_progress_to_the_main_one(monkeypatch, capsys):
     monkeypatch.setattr(console, "_left_to_main", True)
     console.warn("once is enough")
