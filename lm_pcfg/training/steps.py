@@ -72,8 +72,9 @@ class Steps:
             settings, self.corpora.train, rank=engine.rank, world_size=engine.world_size
         )
         words = self.corpora.vocabulary.words
-        self.family.check_memory(model, len(words), engine.device)
-        engine.on_all(self._check_charts)
+        on_cpu = engine.device.type == "cpu"
+        taken = self.family.check_memory(model, len(words), engine.device, copies=2 if on_cpu else 1)  # its gradients
+        engine.on_all(lambda: self._check_charts(taken))
         text = None
         if wanted := self.family.text_wanted(model):
             if engine.is_main:
@@ -100,24 +101,28 @@ class Steps:
         allowed = settings.networks.cuda_graphs and self.learner.asynchronous and engine.device.type == "cuda"
         self.capture = GraphCapture(self.learner, self._compute, allowed)
 
-    def _check_charts(self) -> None:
-        """Refuse sentences whose charts do not fit. On a CPU the system would end the process, long after the start."""
+    def _check_charts(self, taken: float) -> None:
+        """Refuse sentences whose charts do not fit. On a CPU the system would end the process, long after the start.
+
+        taken: bytes of the model and its gradients
+        """
         settings, batch = self.settings, self.settings.batch
         lengths = self.corpora.train.longest(1 if batch.by == "cost" else batch.sentences)
         if batch.by == "cost" and lengths:
             lengths = self.corpora.train.longest(max(1, batch.cost // lengths[0] ** 2))
         needed = self.family.chart_memory(settings.model, lengths, settings.inside.precision)
-        if self.engine.device.type != "cpu" or needed <= (there := memory_of()):
+        if self.engine.device.type != "cpu" or needed <= (there := memory_of() - taken):
             return
         longest, way_out = f"{lengths[0]:,} {self.corpora.train.unit}", ""
         what = f"a sentence of {longest} takes"
         if len(lengths) > 1:
             what = f"a batch of the {len(lengths)} longest sentences, up to {longest}, takes"
-            way_out = f" or batch.{batch.by}={max(1, int(0.9 * getattr(batch, batch.by) * there / needed))}"
+            size = len(lengths) if batch.by == "sentences" else sum(length**2 for length in lengths)  # as there are
+            way_out = f" or batch.{batch.by}={max(1, int(0.9 * size * there / needed))}"
         fitting = int(0.9 * lengths[0] * math.sqrt(there / needed))  # memory grows with the square
         raise UserError(
-            f"training text: {what} {needed / 2**30:,.1f} GiB of memory, and there are {there / 2**30:,.1f}; try "
-            f"data.max_length={fitting}{way_out}"
+            f"training text: {what} {needed / 2**30:,.1f} GiB of memory, and the model leaves {there / 2**30:,.1f}; "
+            f"try data.max_length={max(1, fitting)}{way_out}{' or fewer model.nonterminals' if taken > there else ''}"
         )
 
     def count_steps(self) -> int:

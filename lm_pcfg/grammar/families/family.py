@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from flash_inside import Statistics
+from flash_inside.devices import memory_of
 from flash_inside.precision import FORMATS
+from lm_pcfg.errors import OutOfMemory
 from lm_pcfg.grammar.contexts import EncodedText
 from lm_pcfg.grammar.dropout import Dropout
 from lm_pcfg.settings import ModelSection
@@ -72,8 +74,20 @@ class Family:
         """Return how many symbols the shortest sentence has that can have a probability."""
         return 1
 
-    def check_memory(self, model: Any, words: int, device: torch.device | str) -> None:
-        """Raise MemoryError if the model cannot fit; asked before it is built."""
+    def model_memory(self, model: Any, words: int, device: torch.device | str) -> float:
+        """Return the bytes that a model takes at least: its weights and, on a CPU, its rules; 0: few."""
+        return 0.0
+
+    def check_memory(self, model: Any, words: int, device: torch.device | str, copies: int = 1) -> float:
+        """Return the bytes of so many copies of a model, or raise OutOfMemory; asked before it is built."""
+        needed, there = copies * self.model_memory(model, words, device), memory_of()
+        if needed > there:
+            size = "model.states" if "states" in type(model).model_fields else "model.nonterminals, model.preterminals"
+            raise OutOfMemory(
+                f"not enough memory for such a model; try fewer symbols ({size}) or a smaller model.dimension (at "
+                f"least {needed / 2**30:,.1f} GiB are needed, and there are {there / 2**30:,.1f})"
+            )
+        return needed
 
     def chart_memory(self, model: Any, lengths: Sequence[int], precision: str) -> float:
         """Return the bytes that a batch of sentences of these lengths takes on a CPU; 0: few."""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flash_inside.devices import check_memory
 from flash_inside.precision import chart_format
 from flash_inside.softmax import product_precision
 from lm_pcfg.grammar.computation import EXACT, Computation
@@ -89,11 +88,11 @@ class HMMFamily(Family):
 
     shares_emission = True
 
-    def check_memory(self, model: HMMSection, words: int, device: torch.device | str) -> None:
-        """Ask for the least that is needed: the weights, and on a CPU the transitions of a step."""
+    def model_memory(self, model: HMMSection, words: int, device: torch.device | str) -> float:
+        """Count the weights, and on a CPU the transitions of a step."""
         of_a_step = self.transition_numbers(model) if torch.device(device).type == "cpu" else 0
         weights = (2 * model.states + words) * model.dimension
-        check_memory(BYTES * (weights + of_a_step * (1.0 - model.state_dropout) ** 2))
+        return BYTES * (weights + of_a_step * (1.0 - model.state_dropout) ** 2)
 
     def chart_type(self, model: HMMSection, precision: str) -> torch.dtype:
         """Return bf16 for "bf16" if there are many states."""

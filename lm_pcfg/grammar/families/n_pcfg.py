@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from flash_inside.devices import check_memory
 from flash_inside.precision import FORMATS
 from flash_inside.softmax import product_precision
 from lm_pcfg.grammar.computation import EXACT, Computation
@@ -98,11 +97,11 @@ class NPCFG(PCFGFamily):
             dimension=model.dimension, root_over=model.root, init=model.init, seed=seed,
         )  # fmt: skip
 
-    def check_memory(self, model: PCFGSection, words: int, device: torch.device | str) -> None:
-        """Ask for the least that is needed: the weights, and on a CPU the rules of a step."""
+    def model_memory(self, model: PCFGSection, words: int, device: torch.device | str) -> float:
+        """Count the weights, and on a CPU the rules of a step."""
         rules = model.nonterminals * (model.nonterminals + model.preterminals) ** 2
         of_a_step = rules * (1.0 - model.state_dropout) ** 3 if torch.device(device).type == "cpu" else 0
-        check_memory(BYTES * (self.fewest_weights(model, words) + of_a_step))
+        return BYTES * (self.fewest_weights(model, words) + of_a_step)
 
     def fewest_weights(self, model: Any, words: int) -> int:
         return ((model.nonterminals + model.preterminals) ** 2 + words) * model.dimension

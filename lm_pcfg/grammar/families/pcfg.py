@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_inside.devices import chart_memory, check_memory
+from flash_inside.devices import chart_memory
 from flash_inside.precision import chart_format
 from lm_pcfg.grammar.dropout import Dropout
 from lm_pcfg.grammar.families.family import Family
@@ -30,12 +30,12 @@ class PCFGFamily(Family):
         """Return 2 for a root over nonterminals, which cannot derive one word; else 1."""
         return 2 if model.root == "nonterminals" else 1
 
-    def check_memory(self, model: PCFGSection, words: int, device: torch.device | str) -> None:
-        """Ask for the least that is needed: the weights, and on a CPU the rules of a step."""
+    def model_memory(self, model: PCFGSection, words: int, device: torch.device | str) -> float:
+        """Count the weights, and on a CPU the rules of a step."""
         nonterminals = self.chart_nonterminals(model)
         rules = 2 * nonterminals * (nonterminals + model.preterminals)
         of_a_step = rules * (1.0 - model.state_dropout) ** 2 if torch.device(device).type == "cpu" else 0
-        check_memory(BYTES * (self.fewest_weights(model, words) + of_a_step))
+        return BYTES * (self.fewest_weights(model, words) + of_a_step)
 
     def chart_memory(self, model: PCFGSection, lengths: Sequence[int], precision: str) -> float:
         return chart_memory(lengths, self._most_of_a_step(model), precision)

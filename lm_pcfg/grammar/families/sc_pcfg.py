@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_inside import rules_type
-from flash_inside.devices import check_memory, chunks_of_sentences
+from flash_inside.devices import chunks_of_sentences
 from flash_inside.softmax import child_probabilities
 from lm_pcfg.grammar.compound import CompoundModule, CompoundSimple, Encoder, SentenceNetworks
 from lm_pcfg.grammar.computation import Computation
@@ -120,10 +120,10 @@ class CompoundFamily(PCFGFamily):
     def encoder(self, model: CPCFGSection, words: int, generator: torch.Generator) -> Encoder:
         return Encoder(words, model.encoder, model.latent, generator)
 
-    def check_memory(self, model: PCFGSection, words: int, device: torch.device | str) -> None:
-        """Ask for the least that is needed: the weights, and on a CPU the rules of one sentence."""
+    def model_memory(self, model: PCFGSection, words: int, device: torch.device | str) -> float:
+        """Count the weights, and on a CPU the rules of one sentence."""
         rules = self.rules_of_a_sentence(model) if torch.device(device).type == "cpu" else 0
-        check_memory(BYTES * (self.fewest_weights(model, words) + rules))
+        return BYTES * (self.fewest_weights(model, words) + rules)
 
     def chart_memory(self, model: PCFGSection, lengths: Sequence[int], precision: str) -> float:
         """Rules and their gradients are of each sentence."""
