@@ -402,3 +402,18 @@ def test_a_position_of_an_earlier_version_is_restored() -> None:
         stream.restore(state)
         assert stream.state() == state
         assert batch_hash(next(stream)).startswith("fb8897810e423ae9")
+
+
+def test_the_costliest_batch_is_that_of_squares() -> None:
+    stream = stream_of(corpus([1] * 7 + [5]), BatchOptions(by="cost", cost=25, accumulate=2))
+    assert [batch.cost for batch in stream.costliest_step(0)] == [25, 7]
+
+
+def test_batches_unless_something_else_is_said() -> None:
+    assert BatchOptions() == BatchOptions(by="sentences", sentences=16, cost=8000, accumulate=1)
+    assert (Limits(), Skipped()) == (Limits(None, 1), Skipped(0, 0, 0))
+
+
+def test_positions_that_were_saved_still_fit() -> None:
+    """Positions are saved with this hash; another one would refuse to resume every run there is."""
+    assert TextPlan(corpus([3, 4, 5]), BatchOptions(sentences=2), seed=7).fingerprint == "fcec4a555b64b0ba"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 import flash_inside
 from flash_inside import Rules, interface, recomputation, reference, trees
 from flash_inside.packing import Layout, SplitRows
-from flash_inside.precision import most_words_of_short
+from flash_inside.precision import gradient_type, most_words_of_short, product, upcast
 from flash_inside.scaled import chart as scaled
 from grammars import enumerate_trees, raising, random_emissions, random_rules
 
@@ -333,3 +336,75 @@ def test_a_second_derivative_is_refused():
     (gradient,) = torch.autograd.grad((weight * log_z).sum(), emissions, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+def test_the_readable_version_computes_in_the_type_that_is_asked_for():
+    inputs = [tensor.requires_grad_() for tensor in (*random_rules(3, 4), random_emissions(3, 4))]
+    for dtype in (torch.float32, torch.float64):
+        assert reference.inside(Rules(*inputs[:3]), inputs[3], [3], dtype).dtype == dtype
+
+
+def test_a_needed_rule_of_hardly_any_probability_has_a_finite_gradient_in_the_readable_version():
+    rules, emissions = random_rules(2, 3, dtype=torch.float32), random_emissions(2, 3)
+    rules.left.zero_()
+    rules.left[:, 2] = 1e-42
+    rules.left.requires_grad_()
+    reference.inside(rules, emissions, [2]).backward()
+    assert rules.left.grad.isfinite().all()
+    assert rules.left.grad.max() > 1e30
+
+
+def test_a_leaf_may_ask_for_wider_gradients():
+    leaf = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    assert gradient_type(leaf) == gradient_type(2 * leaf) == torch.bfloat16
+    leaf.grad_dtype = torch.float32
+    assert gradient_type(leaf) == torch.float32
+    leaf.grad_dtype = None  # any
+    assert gradient_type(leaf) == torch.bfloat16
+
+
+def test_a_product_on_a_gpu_is_one_call(monkeypatch):
+    for name in ("mm", "bmm"):
+        monkeypatch.setattr(torch, name, lambda a, b, out_dtype, name=name: (name, out_dtype))
+    for dims, name in ((2, "mm"), (3, "bmm")):
+        operand = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, dim=lambda dims=dims: dims)
+        assert product(operand, operand, torch.float32) == (name, torch.float32)
+
+
+def test_a_second_derivative_through_the_wider_type_is_refused():
+    values = torch.ones(3, requires_grad=True)
+    (gradient,) = torch.autograd.grad((upcast(values) ** 2).sum(), values, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_small_grammars_are_rounded_as_ever_up_to_64_nonterminals():
+    """Their runs are repeated bit for bit; squares take up to 256 MiB in fp32."""
+    assert (scaled.LARGEST_AS_EVER, 4 * scaled.LARGEST_SQUARES) == (64, 256 << 20)
+
+
+def test_what_is_kept_on_a_gpu_is_given_back(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("cache"))
+    monkeypatch.delitem(sys.modules, "flash_inside.triton.graphs", raising=False)
+    flash_inside.free_memory()
+    assert not done  # no call has used any
+    graphs = SimpleNamespace(clear=lambda: done.append("graphs"))
+    monkeypatch.setitem(sys.modules, "flash_inside.triton.graphs", graphs)
+    flash_inside.free_memory()
+    assert done == ["graphs", "cache"]
+
+
+def test_statistics_begin_at_nothing_and_count_sentences():
+    statistics = flash_inside.Statistics()
+    assert statistics == flash_inside.Statistics(sentences=0, recomputed=0, recomputed_in_log_space=0)
+    rules, emissions = random_rules(3, 4), random_emissions(5, 4)
+    flash_inside.inside(rules, emissions, [2, 3], statistics=statistics)
+    flash_inside.span_marginals(rules, emissions, [2, 3], statistics=statistics)
+    assert statistics == flash_inside.Statistics(sentences=4)
+
+
+def test_posteriors_have_no_gradient():
+    tensors = [tensor.requires_grad_() for tensor in random_rules(3, 4)]
+    tables = flash_inside.span_marginals(Rules(*tensors), random_emissions(5, 4), [2, 3])
+    assert not any(table.requires_grad for table in tables)
