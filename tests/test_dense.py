@@ -472,3 +472,18 @@ def test_through_the_commands(eos, tmp_path):
         assert "use normal(symbols, words)" in refusal(
             tmp_path, "train", "--config", "n.yaml", "model.init=contexts(1, 1)"
         )
+
+
+def test_a_span_that_brackets_forbid_is_not_lost():
+    """Four words, of which the last two are no span; a bracket around words 1 and 2 forbids words 0 and 1."""
+    n, p = 4, 5
+    pairs, root = torch.zeros(n, n + p, n + p), torch.tensor([1.0, 0.0, 0.0, 0.0])
+    pairs[0, 3, n + 4] = pairs[3, 1, n + 2] = pairs[1, n + 0, n + 1] = pairs[3, n + 0, 2] = pairs[2, n + 1, n + 2] = 0.1
+    words = torch.full((4, p), float("-inf"))
+    words[0, 0] = words[1, 1] = words[2, 2] = words[3, 4] = 0.0
+    for brackets, log_z in (([], math.log(2e-3)), ([(1, 3)], math.log(1e-3))):
+        statistics = Statistics()
+        limits = packed_limits([brackets], [4])
+        found = dense.inside(PairRules(root, pairs), words, [4], "fp64", "torch", statistics, limits)
+        assert found.item() == pytest.approx(log_z, rel=1e-6)
+        assert statistics == Statistics(sentences=1)

@@ -392,3 +392,14 @@ def test_a_gradient_of_one_side_is_one_to_add_to():
 def test_products_of_an_unknown_precision_are_refused():
     with pytest.raises(ValueError, match="unknown precision 'fp16'"):
         product_precision("fp16")
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_what_left_the_range_is_not_trusted_unless_it_is_computed_again(backend):
+    rules = random_rules(16, 32, spread=30.0, seed=3, dtype=torch.float32)
+    emissions = random_emissions(180, 32, spread=30.0, seed=3, dtype=torch.float32)
+    _, trusted = flash_inside.inside_unchecked(rules, emissions, [9] * 20, "fp32", backend)
+    assert (trusted.shape, trusted.dtype) == ((20,), torch.bool)
+    assert trusted.all() == (backend == "reference")
+    nothing = flash_inside.inside_unchecked(rules, emissions[:0], [], "fp32", backend)
+    assert [len(part) for part in nothing] == [0, 0]
