@@ -15,7 +15,7 @@ from torch.func import functional_call
 import flash_inside
 from command_line import lm_pcfg
 from flash_inside import Rules, Statistics, dense, devices
-from flash_inside.dense import PairRules, differentiable, interface, plan, reference, scaled
+from flash_inside.dense import PairRules, differentiable, interface, plan, reference, scaled, tables
 from flash_inside.packing import SplitRows
 from flash_inside.precision import largest_gradient
 from grammars import bracketings, crosses, raising, random_emissions, random_rules, right_branching
@@ -487,3 +487,17 @@ def test_a_span_that_brackets_forbid_is_not_lost():
         found = dense.inside(PairRules(root, pairs), words, [4], "fp64", "torch", statistics, limits)
         assert found.item() == pytest.approx(log_z, rel=1e-6)
         assert statistics == Statistics(sentences=1)
+
+
+@pytest.mark.parametrize("per_sentence", [False, True])
+def test_tables_in_memory_that_is_kept_are_the_same(per_sentence):
+    """CUDA graphs keep it; sentences are sorted there as well."""
+    pairs, batch = pair_rules(2, 3).pairs, plan.plan_of([2, 5, 3], torch.device("cpu"))
+    if per_sentence:
+        pairs = torch.stack((pairs, 2 * pairs, 3 * pairs))
+    new = tables.PairTables.cut(pairs, batch, torch.float64)
+    memory = {kind: torch.empty_like(table) for kind, table in new.of.items()}
+    kept = tables.PairTables.cut(pairs, batch, torch.float64, memory)
+    for kind, table in new.of.items():
+        assert kept.of[kind] is memory[kind]
+        assert torch.equal(memory[kind], table)
