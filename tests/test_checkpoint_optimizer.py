@@ -96,6 +96,17 @@ class TestOptimizerState:
         assert tensors["step/0.weight"].shape == ()
         assert tensors["step/0.weight"].item() == 3
 
+    def test_further_steps_leave_what_was_loaded_as_it_was(self) -> None:
+        network = self.network()
+        optimizer = torch.optim.Adam(network.parameters())
+        self.train(network, optimizer, range(3))
+        tensors = optimizer_state.optimizer_tensors(optimizer, network.named_parameters())
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        before = copy.deepcopy(tensors)
+        optimizer_state.load_optimizer_tensors(optimizer, network.named_parameters(), tensors)
+        self.train(network, optimizer, range(3, 5))
+        assert same_bits(tensors, before)
+
     def test_parameters_not_yet_updated_or_not_optimized(self) -> None:
         network = self.network()
         first_layer, last_layer = network[0], network[2]  # type: ignore[index]

@@ -290,6 +290,7 @@ def test_what_cannot_be_meant_is_refused():
         ((PairRules(rules.root[None], rules.pairs.expand(2, -1, -1, -1)), emissions, [3, 4]), r"not \[1, 5\] and"),
         ((PairRules(rules.root[None], rules.pairs[None]), emissions, [3, 4]), "1 grammars for 2 sentences"),
         ((PairRules(rules.root, rules.pairs.to("meta")), emissions, [7]), r"not on \['cpu', 'meta'\]"),
+        ((rules, emissions, [7], "fp16"), "unknown precision 'fp16'"),
         ((rules, emissions, [7], "fp32", "triton"), "no dense inside algorithm"),
         ((rules, emissions, [7], "bf16", "reference"), "fp64 or fp32"),
     ):
