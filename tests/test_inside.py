@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import flash_inside
 from flash_inside import Rules, interface, recomputation, reference, trees
-from flash_inside.packing import Layout, SplitRows
+from flash_inside.packing import Layout, SplitRows, Squares
 from flash_inside.precision import gradient_type, most_words_of_short, product, upcast
 from flash_inside.scaled import chart as scaled
 from grammars import enumerate_trees, raising, random_emissions, random_rules
@@ -408,3 +408,21 @@ def test_posteriors_have_no_gradient():
     tensors = [tensor.requires_grad_() for tensor in random_rules(3, 4)]
     tables = flash_inside.span_marginals(Rules(*tensors), random_emissions(5, 4), [2, 3])
     assert not any(table.requires_grad for table in tables)
+
+
+def test_squares_are_used_up_to_their_limits_on_a_cpu(monkeypatch):
+    """Two squares of each sentence; of five words the spans of one width have at most 2 x 3 splits."""
+    layout, cpu = Layout([3, 5]), torch.device("cpu")
+    numbers, largest = 2 * (9 + 25) * 7, 6 * 7
+    for squares, block, fits in ((0, 0, True), (-1, 0, False), (0, -1, False)):
+        monkeypatch.setattr(scaled, "LARGEST_SQUARES", numbers + squares)
+        monkeypatch.setattr(scaled, "LARGEST_BLOCK", largest + block)
+        assert scaled.SquareChart.fits(layout, 7, cpu) == fits
+        assert not scaled.SquareChart.fits(layout, 7, torch.device("meta"))
+
+
+def test_squares_are_worked_off_some_sentences_at_a_time():
+    """Of four words two spans have three, with two splits each: four splits a sentence."""
+    squares = Squares(Layout([4] * 5), (), torch.float64, torch.device("cpu"))
+    for largest, sentences in ((3, [1] * 5), (8, [2, 2, 1]), (11, [2, 2, 1]), (12, [3, 2]), (20, [5])):
+        assert [len(left) for _, left, _ in squares.parts(3, largest)] == sentences

@@ -405,9 +405,11 @@ def test_what_left_the_range_is_not_trusted_unless_it_is_computed_again(backend)
     assert [len(part) for part in nothing] == [0, 0]
 
 
-def test_a_word_that_no_symbol_has_is_no_reason_to_compute_again():
-    rules, emissions, statistics = random_rules(3, 4), random_emissions(5, 4), flash_inside.Statistics()
+@pytest.mark.parametrize("root", ["all", "nonterminals"])
+def test_what_is_impossible_by_itself_is_no_reason_to_compute_again(root):
+    """A word that no symbol has, and a single word where no root has one."""
+    rules, emissions, statistics = random_rules(3, 4, root=root), random_emissions(6, 4), flash_inside.Statistics()
     emissions[3] = float("-inf")
-    log_z = flash_inside.inside(rules, emissions, [2, 3], "fp32", "torch", statistics)
-    assert log_z.isinf().tolist() == [False, True]
-    assert statistics == flash_inside.Statistics(sentences=2)
+    log_z = flash_inside.inside(rules, emissions, [2, 3, 1], "fp32", "torch", statistics)
+    assert log_z.isinf().tolist() == [False, True, root == "nonterminals"]
+    assert statistics == flash_inside.Statistics(sentences=3)

@@ -245,3 +245,9 @@ def test_steps_whose_loss_is_not_finite_enter_no_backward_pass(second_of_two):
     update = second_of_two.update(torch.ones(()), torch.tensor(3.0), 1.0, 0.25)()
     assert update == Update(6.0, 2.0, 0.5)
     assert calls == ["back", "reduced", 0.25, "step"]
+
+
+def test_from_a_million_weights_on_a_cpu_updates_them_in_one_pass():
+    """Below, runs are repeated bit for bit: PyTorch's own passes round differently."""
+    made = [learner.make_optimizer(nn.Linear(1 << 10, rows, bias=False), OptimizerSection()) for rows in (1023, 1024)]
+    assert [optimizer.defaults["fused"] for optimizer in made] == [False, True]
