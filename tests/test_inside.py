@@ -269,6 +269,9 @@ def test_the_type_of_the_result_follows_the_precision():
         ({"rules": Rules(torch.ones(5), torch.ones(3, 7), torch.ones(3, 7))}, "root must end in 3 or 7"),
         ({"rules": Rules(torch.ones(3), torch.ones(3, 7), torch.ones(3, 6))}, "left and right"),
         ({"rules": Rules(torch.ones(3), torch.ones(3, 3), torch.ones(3, 3))}, "left and right"),  # no preterminals
+        ({"rules": Rules(torch.ones(0), torch.ones(0, 4), torch.ones(0, 4))}, "left and right"),  # no nonterminals
+        ({"rules": Rules(*(t.expand(2, *t.shape) for t in random_rules(3, 4)))}, "2 grammars for 1 sentences"),
+        ({"emissions": torch.ones(3, 4, device="meta")}, r"on one device, not on \['cpu', 'meta'\]"),
         ({"backend": "triton"}, "needs CUDA tensors, not cpu"),
         ({"backend": "triton", "precision": "fp64"}, "in fp32, tf32 or bf16, not fp64"),
     ],

@@ -83,13 +83,14 @@ def test_the_optimizer_is_that_of_the_settings(name):
     assert {key: made.defaults[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_weights_that_have_no_shape_between_steps_take_no_hook(monkeypatch, stage):
+def test_weights_that_have_no_shape_between_steps_take_no_hook(monkeypatch, stage, world_size):
     clocks = []
     monkeypatch.setattr(learner, "ReductionClock", lambda parameters, engine: clocks.append(list(parameters)))
     monkeypatch.setattr(learner, "make_optimizer", lambda model, settings: None)
     engine = SimpleNamespace(
-        accelerator=SimpleNamespace(prepare=lambda *both: both), world_size=2, is_deepspeed=stage > 0,
+        accelerator=SimpleNamespace(prepare=lambda *both: both), world_size=world_size, is_deepspeed=stage > 0,
         zero_stage=stage, device=torch.device("cpu"),
     )  # fmt: skip
     model = nn.Linear(2, 1)
