@@ -502,3 +502,11 @@ def test_tables_in_memory_that_is_kept_are_the_same(per_sentence):
     for kind, table in new.of.items():
         assert kept.of[kind] is memory[kind]
         assert torch.equal(memory[kind], table)
+
+
+def test_a_single_word_is_computed_again_without_the_rules(monkeypatch):
+    """To convert those of a large grammar to fp64 would take gigabytes."""
+    monkeypatch.setattr(interface, "one_word_inside", raising("one word"))
+    rules = PairRules(torch.tensor([0.0, 0.0, 1.0]), torch.full((1, 3, 3), 1 / 9))
+    with pytest.raises(NotImplementedError, match="one word"):
+        dense.inside(rules, torch.tensor([[0.0, -120.0]]), [1])

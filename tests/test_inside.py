@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import flash_inside
 from flash_inside import Rules, interface, recomputation, reference, trees
 from flash_inside.packing import Layout, SplitRows, Squares
-from flash_inside.precision import gradient_type, most_words_of_short, product, upcast
+from flash_inside.precision import FORMATS, gradient_type, most_words_of_short, product, upcast
 from flash_inside.scaled import chart as scaled
 from grammars import enumerate_trees, raising, random_emissions, random_rules
 
@@ -381,9 +381,14 @@ def test_a_second_derivative_through_the_wider_type_is_refused():
         gradient.sum().backward()
 
 
-def test_small_grammars_are_rounded_as_ever_up_to_64_nonterminals():
+@pytest.mark.parametrize(("n", "as_ever"), [(64, True), (65, False)])
+def test_small_grammars_are_rounded_as_ever_up_to_64_nonterminals(n, as_ever):
     """Their runs are repeated bit for bit; squares take up to 256 MiB in fp32."""
-    assert (scaled.LARGEST_AS_EVER, 4 * scaled.LARGEST_SQUARES) == (64, 256 << 20)
+    layout = Layout([2])
+    weights = scaled.Weights.of(random_rules(n, 3), layout, FORMATS["fp64"])
+    assert weights.of_children.is_contiguous() == (not as_ever)
+    assert scaled.Chart(weights, random_emissions(2, 3), layout, FORMATS["fp64"]).as_ever == as_ever
+    assert 4 * scaled.LARGEST_SQUARES == 256 << 20
 
 
 def test_what_is_kept_on_a_gpu_is_given_back(monkeypatch):

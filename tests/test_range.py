@@ -28,7 +28,7 @@ from flash_inside.precision import (
     product_precision,
     upcast,
 )
-from grammars import random_emissions, random_rules, right_branching, rules_that_lose_a_row
+from grammars import raising, random_emissions, random_rules, right_branching, rules_that_lose_a_row
 
 
 def run(rules, emissions, lengths, precision, backend, statistics=None):
@@ -413,3 +413,13 @@ def test_what_is_impossible_by_itself_is_no_reason_to_compute_again(root):
     log_z = flash_inside.inside(rules, emissions, [2, 3, 1], "fp32", "torch", statistics)
     assert log_z.isinf().tolist() == [False, True, root == "nonterminals"]
     assert statistics == flash_inside.Statistics(sentences=3)
+
+
+def test_a_single_word_is_computed_again_without_the_rules(monkeypatch):
+    """To convert those of a large grammar to fp64 would take gigabytes."""
+    monkeypatch.setattr(reference, "one_word_inside", raising("one word"))
+    root, left, right = random_rules(2, 3, dtype=torch.float32)
+    emissions = torch.tensor([[0.0, -120.0, -120.0]])
+    root[2] = 0.0  # so that the likely tag has no part
+    with pytest.raises(NotImplementedError, match="one word"):
+        flash_inside.inside(Rules(root, left, right), emissions, [1], "fp32", "torch")
