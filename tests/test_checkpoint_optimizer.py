@@ -96,6 +96,16 @@ class TestOptimizerState:
         assert tensors["step/0.weight"].shape == ()
         assert tensors["step/0.weight"].item() == 3
 
+    def test_moments_keep_their_type_and_steps_are_tensors(self) -> None:
+        weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        optimizer = torch.optim.Adam([weight])
+        optimizer.state[weight] = {"step": 3, "exp_avg": torch.ones(2, dtype=torch.float64)}
+        tensors = optimizer_state.optimizer_tensors(optimizer, [("weight", weight)])
+        assert {name: tensor.dtype for name, tensor in tensors.items()} == {
+            "step/weight": torch.float32,
+            "exp_avg/weight": torch.float64,
+        }
+
     def test_further_steps_leave_what_was_loaded_as_it_was(self) -> None:
         network = self.network()
         optimizer = torch.optim.Adam(network.parameters())

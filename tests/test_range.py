@@ -423,3 +423,14 @@ def test_a_single_word_is_computed_again_without_the_rules(monkeypatch):
     root[2] = 0.0  # so that the likely tag has no part
     with pytest.raises(NotImplementedError, match="one word"):
         flash_inside.inside(Rules(root, left, right), emissions, [1], "fp32", "torch")
+
+
+def test_posteriors_that_leave_fp32_are_computed_in_fp64_first(monkeypatch):
+    """The readable version is for what leaves fp64, too: it is far slower."""
+    monkeypatch.setattr(reference, "span_marginals", raising("log space"))
+    rules = random_rules(16, 32, spread=30.0, seed=3, dtype=torch.float32)
+    emissions = random_emissions(180, 32, spread=30.0, seed=3, dtype=torch.float32)
+    statistics = flash_inside.Statistics()
+    flash_inside.span_marginals(rules, emissions, [9] * 20, "fp32", "torch", statistics)
+    assert statistics.recomputed > 0
+    assert statistics.recomputed_in_log_space == 0

@@ -102,13 +102,14 @@ def test_what_deepspeed_made_waits_no_longer_than_the_settings_say(monkeypatch):
     calls = []
     monkeypatch.setattr(Learner, "__init__", lambda *_: calls.append("made"))
     monkeypatch.setattr(ZeroLearner, "optimizer", SimpleNamespace(optimizer=None), raising=False)
-    plugin = SimpleNamespace(deepspeed_config={})
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}})
     engine = SimpleNamespace(
         accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)), zero_stage=2,
-        on_all=lambda action: None, limit_waiting=lambda: calls.append("limited"),
+        on_all=lambda action: action(), limit_waiting=lambda: calls.append("limited"),
     )  # fmt: skip
     ZeroLearner(nn.Linear(2, 1), OptimizerSection(), engine)
     assert calls == ["made", "limited"]
+    assert plugin.deepspeed_config["gradient_accumulation_steps"] == 1  # it was configured before
 
 
 @pytest.fixture
