@@ -18,13 +18,15 @@ from lm_pcfg.corpus.batches import (
     BatchError,
     BatchOptions,
     batch_hash,
+    count_batches,
     describe_lengths,
+    empty_batch,
     make_batch,
     plan_batches,
 )
-from lm_pcfg.corpus.lengths import Histogram, Limits, Skipped
-from lm_pcfg.corpus.sentences import Sentences
-from lm_pcfg.corpus.stream import BatchStream, TextPlan, left_after, part
+from lm_pcfg.corpus.lengths import BLANK, KEPT, TOO_LONG, TOO_SHORT, UNREADABLE, Histogram, Limits, Skipped
+from lm_pcfg.corpus.sentences import Damage, Sentences
+from lm_pcfg.corpus.stream import BatchStream, Losses, TextPlan, left_after, part
 
 length_lists = st.lists(st.integers(1, 40), min_size=1, max_size=120)
 batch_options = st.builds(
@@ -402,3 +404,59 @@ def test_a_position_of_an_earlier_version_is_restored() -> None:
         stream.restore(state)
         assert stream.state() == state
         assert batch_hash(next(stream)).startswith("fb8897810e423ae9")
+
+
+def test_the_costliest_batch_is_that_of_squares() -> None:
+    stream = stream_of(corpus([1] * 7 + [5]), BatchOptions(by="cost", cost=25, accumulate=2))
+    assert [batch.cost for batch in stream.costliest_step(0)] == [25, 7]
+
+
+def test_batches_unless_something_else_is_said() -> None:
+    assert BatchOptions() == BatchOptions(by="sentences", sentences=16, cost=8000, accumulate=1)
+    assert (Limits(), Skipped()) == (Limits(None, 1), Skipped(0, 0, 0))
+
+
+def test_positions_that_were_saved_still_fit() -> None:
+    """Positions are saved with this hash; another one would refuse to resume every run there is."""
+    assert TextPlan(corpus([3, 4, 5]), BatchOptions(sentences=2), seed=7).fingerprint == "fcec4a555b64b0ba"
+
+
+def test_lines_are_judged_by_their_length() -> None:
+    lengths = np.array([-1, 0, 1, 5, 6])
+    assert Limits(5).judge(lengths, ends=False).tolist() == [UNREADABLE, BLANK, KEPT, KEPT, TOO_LONG]
+    assert Limits(5, 2).judge(lengths, ends=False).tolist() == [UNREADABLE, BLANK, TOO_SHORT, KEPT, TOO_LONG]
+    assert Limits(5, 2).judge(lengths, ends=True).tolist() == [UNREADABLE, BLANK, KEPT, KEPT, TOO_LONG]
+    histogram = Histogram.of(np.array([-1, -1, 0, 2, 3, 3]))
+    assert (histogram.lines, histogram.words, histogram.unreadable) == (6, 8, 2)
+    assert [histogram.longest(count) for count in (0, 1, 3, 9)] == [[], [3], [3, 3, 2], [3, 3, 2, 0, -1, -1]]
+    assert Histogram.sum([]).lines == 0
+
+
+def test_batches_of_the_cheapest_lines_and_of_none() -> None:
+    by_cost = BatchOptions(by="cost", cost=2)
+    assert [count_batches(Histogram.of(np.ones(n)), by_cost, ends=False) for n in (0, 1, 2, 3, 4)] == [0, 1, 1, 2, 2]
+    assert plan_batches(np.array([]), BatchOptions(), seeds=(0,)) == []
+    nothing = empty_batch()
+    assert (len(nothing.words), nothing.n_words, nothing.n_tokens, nothing.cost) == (0, 0, 0, 0)
+
+
+def test_ranks_and_seeds_unless_others_are_given() -> None:
+    sentences, options = corpus([3, 4, 5]), BatchOptions(sentences=2)
+    assert TextPlan(sentences, options).fingerprint == TextPlan(sentences, options, seed=0).fingerprint
+    stream = BatchStream(TextPlan(sentences, options))
+    assert (stream.rank, stream.world_size, stream.epoch, Losses().lines, Damage().lines) == (0, 1, 0, 0, 0)
+    for rank in (-1, 2):
+        with pytest.raises(BatchError, match=rf"^rank {rank} should be between 0 and world_size - 1 = 1$"):
+            BatchStream(TextPlan(sentences, options), rank=rank, world_size=2)
+
+
+def test_sentences_by_number() -> None:
+    sentences = corpus([3, 4])
+    assert (sentences.unknown_id, sentences.literal_unknown) == (0, 0)
+    first, second = [0, 1, 2], [3, 4, 5, 6]
+    assert [sentences[index].tolist() for index in (0, 1, -1, -2)] == [first, second, second, first]
+    for index in (2, -3):
+        with pytest.raises(IndexError, match=f"^sentence {index} of 2$"):
+            sentences[index]
+    for literal, count in ((None, 1), (0, 1), (1, 0)):  # id 0 is there once
+        assert replace(sentences, literal_unknown=literal).unknown_words.count == count

@@ -140,3 +140,19 @@ def test_two_brackets_are_refused_just_if_they_cross():
                 span_limits(pair, 6)
         else:
             span_limits(pair, 6)
+
+
+def test_a_span_that_brackets_forbid_is_not_lost():
+    """Four words, of which the last two are no span; a bracket around words 1 and 2 forbids words 0 and 1."""
+    n, p = 4, 5
+    root, left, right = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(n, n + p), torch.zeros(n, n + p)
+    for parent, one, other in ((0, 3, n + 4), (3, 1, n + 2), (1, n + 0, n + 1), (3, n + 0, 2), (2, n + 1, n + 2)):
+        left[parent, one] = right[parent, other] = 0.5
+    words = torch.full((4, p), float("-inf"))
+    words[0, 0] = words[1, 1] = words[2, 2] = words[3, 4] = 0.0
+    for brackets, trees in (([], 2), ([(1, 3)], 1)):
+        statistics, limits = flash_inside.Statistics(), packed_limits([brackets], [4])
+        rules = flash_inside.Rules(root, left, right)
+        found = flash_inside.inside(rules, words, [4], "fp32", "torch", statistics, limits)
+        assert found.exp().item() == pytest.approx(trees / 64)
+        assert statistics == flash_inside.Statistics(sentences=1)

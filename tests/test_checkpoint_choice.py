@@ -86,6 +86,23 @@ class TestListBestPrune:
         assert checkpoint.best(tmp_path) == first
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["best", "checkpoints"]
 
+    def test_a_link_that_cannot_be_made_is_told_in_one_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*arguments: Any, **options: Any) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        saved = save(tmp_path, 1)
+        monkeypatch.setattr(os, "symlink", refuse)
+        with pytest.raises(CheckpointError, match=r"cannot point .*best to step-00000001: Operation not permitted$"):
+            checkpoint.point_best(tmp_path, saved)
+
+    @pytest.mark.parametrize("keep_last", [0, 1, 2])
+    def test_so_many_are_kept_as_are_asked_for(self, tmp_path: Path, keep_last: int) -> None:
+        folders = [save(tmp_path, step) for step in range(3)]
+        checkpoint.prune(tmp_path, keep_last)
+        assert checkpoint.list_checkpoints(tmp_path) == folders[3 - keep_last :]
+
     def test_prune_spares_the_last_the_best_and_the_kept(self, tmp_path: Path) -> None:
         folders = [save(tmp_path, step) for step in range(1, 8)]
         checkpoint.point_best(tmp_path, folders[1])

@@ -152,3 +152,12 @@ def test_files_are_as_readable_as_the_umask_says(tmp_path):
         files = [file for file in folder.rglob("*") if file.is_file()]
         assert len(files) == 5
         assert {file.stat().st_mode & 0o777 for file in files} == {mode}
+
+
+def test_files_that_people_may_change_have_no_hash(tmp_path):
+    folder = tmp_path / "exported"
+    tensors = {"model.safetensors": {"weight": torch.zeros(2)}}
+    checkpoint.write_folder(folder, tensors, {"a.txt": b"a"}, {"step": 0}, unhashed={"README.md": b"hello"})
+    assert (folder / "README.md").read_bytes() == b"hello"
+    (folder / "README.md").write_bytes(b"changed")
+    assert sorted(checkpoint.verify(folder)["files"]) == ["a.txt", "model.safetensors"]

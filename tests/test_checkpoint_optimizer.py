@@ -96,6 +96,27 @@ class TestOptimizerState:
         assert tensors["step/0.weight"].shape == ()
         assert tensors["step/0.weight"].item() == 3
 
+    def test_moments_keep_their_type_and_steps_are_tensors(self) -> None:
+        weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        optimizer = torch.optim.Adam([weight])
+        optimizer.state[weight] = {"step": 3, "exp_avg": torch.ones(2, dtype=torch.float64)}
+        tensors = optimizer_state.optimizer_tensors(optimizer, [("weight", weight)])
+        assert {name: tensor.dtype for name, tensor in tensors.items()} == {
+            "step/weight": torch.float32,
+            "exp_avg/weight": torch.float64,
+        }
+
+    def test_further_steps_leave_what_was_loaded_as_it_was(self) -> None:
+        network = self.network()
+        optimizer = torch.optim.Adam(network.parameters())
+        self.train(network, optimizer, range(3))
+        tensors = optimizer_state.optimizer_tensors(optimizer, network.named_parameters())
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        before = copy.deepcopy(tensors)
+        optimizer_state.load_optimizer_tensors(optimizer, network.named_parameters(), tensors)
+        self.train(network, optimizer, range(3, 5))
+        assert same_bits(tensors, before)
+
     def test_parameters_not_yet_updated_or_not_optimized(self) -> None:
         network = self.network()
         first_layer, last_layer = network[0], network[2]  # type: ignore[index]

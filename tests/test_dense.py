@@ -15,7 +15,7 @@ from torch.func import functional_call
 import flash_inside
 from command_line import lm_pcfg
 from flash_inside import Rules, Statistics, dense, devices
-from flash_inside.dense import PairRules, differentiable, interface, plan, reference, scaled
+from flash_inside.dense import PairRules, differentiable, interface, plan, reference, scaled, tables
 from flash_inside.packing import SplitRows
 from flash_inside.precision import largest_gradient
 from grammars import bracketings, crosses, raising, random_emissions, random_rules, right_branching
@@ -290,6 +290,7 @@ def test_what_cannot_be_meant_is_refused():
         ((PairRules(rules.root[None], rules.pairs.expand(2, -1, -1, -1)), emissions, [3, 4]), r"not \[1, 5\] and"),
         ((PairRules(rules.root[None], rules.pairs[None]), emissions, [3, 4]), "1 grammars for 2 sentences"),
         ((PairRules(rules.root, rules.pairs.to("meta")), emissions, [7]), r"not on \['cpu', 'meta'\]"),
+        ((rules, emissions, [7], "fp16"), "unknown precision 'fp16'"),
         ((rules, emissions, [7], "fp32", "triton"), "no dense inside algorithm"),
         ((rules, emissions, [7], "bf16", "reference"), "fp64 or fp32"),
     ):
@@ -472,3 +473,40 @@ def test_through_the_commands(eos, tmp_path):
         assert "use normal(symbols, words)" in refusal(
             tmp_path, "train", "--config", "n.yaml", "model.init=contexts(1, 1)"
         )
+
+
+def test_a_span_that_brackets_forbid_is_not_lost():
+    """Four words, of which the last two are no span; a bracket around words 1 and 2 forbids words 0 and 1."""
+    n, p = 4, 5
+    pairs, root = torch.zeros(n, n + p, n + p), torch.tensor([1.0, 0.0, 0.0, 0.0])
+    pairs[0, 3, n + 4] = pairs[3, 1, n + 2] = pairs[1, n + 0, n + 1] = pairs[3, n + 0, 2] = pairs[2, n + 1, n + 2] = 0.1
+    words = torch.full((4, p), float("-inf"))
+    words[0, 0] = words[1, 1] = words[2, 2] = words[3, 4] = 0.0
+    for brackets, log_z in (([], math.log(2e-3)), ([(1, 3)], math.log(1e-3))):
+        statistics = Statistics()
+        limits = packed_limits([brackets], [4])
+        found = dense.inside(PairRules(root, pairs), words, [4], "fp64", "torch", statistics, limits)
+        assert found.item() == pytest.approx(log_z, rel=1e-6)
+        assert statistics == Statistics(sentences=1)
+
+
+@pytest.mark.parametrize("per_sentence", [False, True])
+def test_tables_in_memory_that_is_kept_are_the_same(per_sentence):
+    """CUDA graphs keep it; sentences are sorted there as well."""
+    pairs, batch = pair_rules(2, 3).pairs, plan.plan_of([2, 5, 3], torch.device("cpu"))
+    if per_sentence:
+        pairs = torch.stack((pairs, 2 * pairs, 3 * pairs))
+    new = tables.PairTables.cut(pairs, batch, torch.float64)
+    memory = {kind: torch.empty_like(table) for kind, table in new.of.items()}
+    kept = tables.PairTables.cut(pairs, batch, torch.float64, memory)
+    for kind, table in new.of.items():
+        assert kept.of[kind] is memory[kind]
+        assert torch.equal(memory[kind], table)
+
+
+def test_a_single_word_is_computed_again_without_the_rules(monkeypatch):
+    """To convert those of a large grammar to fp64 would take gigabytes."""
+    monkeypatch.setattr(interface, "one_word_inside", raising("one word"))
+    rules = PairRules(torch.tensor([0.0, 0.0, 1.0]), torch.full((1, 3, 3), 1 / 9))
+    with pytest.raises(NotImplementedError, match="one word"):
+        dense.inside(rules, torch.tensor([[0.0, -120.0]]), [1])

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from lm_pcfg.corpus.preparation.shards import write_ids
-from lm_pcfg.storage import checkpoint, durable
+from lm_pcfg.storage import checkpoint, durable, metrics_file
 from lm_pcfg.storage.state_file import state_bytes
 
 DEAD_PID = 2**22 + 1  # above the largest pid Linux hands out
@@ -259,3 +259,21 @@ def test_a_file_of_just_so_many_bytes_is_read(tmp_path):
     assert durable.read_file(tmp_path / "file", 5) == b"12345"
     with pytest.raises(OSError, match="5 bytes are too many"):
         durable.read_file(tmp_path / "file", 4)
+
+
+def test_no_file_stays_open(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "file").write_bytes(b"x")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="not a regular file"):
+        durable.open_regular(tmp_path)
+    durable.fsync(tmp_path / "file")
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        durable.fsync(tmp_path / "file")
+    monkeypatch.setattr(os, "pread", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        metrics_file._open_after_last_whole_line(tmp_path / "file")
+    assert len(os.listdir("/proc/self/fd")) == before

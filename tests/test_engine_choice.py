@@ -21,6 +21,7 @@ from lm_pcfg.distributed.engine import Engine, _check_alike, _comparable
 from lm_pcfg.distributed.throughput import Throughput
 from lm_pcfg.distributed.zero import configure
 from lm_pcfg.errors import FailedElsewhere, LostContact, UserError
+from lm_pcfg.settings import OptimizerSection
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage.run_folder import choose_start
 from lm_pcfg.training.signals import StopFlag, StopSignals
@@ -358,3 +359,22 @@ def test_cores_where_the_system_does_not_tell_which(monkeypatch, cores, expected
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     prepare_cpu()
     assert calls == [expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "off", "on"),
+    [
+        ("mics_shard_size", -1, 1),
+        ("zero_hpz_partition_size", 1, 2),
+        ("zero_quantized_weights", False, True),
+        ("zero_quantized_nontrainable_weights", False, True),
+        ("zero_quantized_gradients", False, True),
+        ("cpu_offload", False, True),
+        ("cpu_offload_param", False, True),
+        ("round_robin_gradients", False, True),
+    ],
+)
+def test_what_deepspeed_may_not_do_can_be_named_if_it_is_off(name, off, on):
+    configure({"zero_optimization": {"stage": 2, name: off}}, OptimizerSection())
+    with pytest.raises(UserError, match=f"DeepSpeed's {name} is not supported"):
+        configure({"zero_optimization": {"stage": 2, name: on}}, OptimizerSection())

@@ -407,3 +407,17 @@ def test_a_damaged_or_odd_grammar_form_is_refused(runs, tmp_path):
             exported.save(odd, stored.model | {name: other}, documents, stored.state, {})
             with pytest.raises(UserError, match="make no grammar"):
                 lm_pcfg.load(odd)
+
+
+def test_a_model_of_another_kind_is_named_in_a_line_of_bounded_length(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x" * 100}))
+    with pytest.raises(UserError, match=rf"has a model of type '{'x' * 39}: lm_pcfg opens"):
+        exported.describe(tmp_path)
+
+
+def test_what_looks_like_an_export(tmp_path):
+    assert not exported.is_export(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert exported.is_export(tmp_path)
+    (tmp_path / "state.json").touch()
+    assert not exported.is_export(tmp_path)

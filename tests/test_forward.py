@@ -305,3 +305,12 @@ def test_a_second_derivative_is_refused():
     (gradient,) = torch.autograd.grad((weight * log_z).sum(), emissions, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+def test_a_short_sentence_makes_its_batch_fp32():
+    """Up to 16 words rounding errors of bf16 do not average out."""
+    chain = random_chain(272, dtype=torch.float32)
+    emissions = random_emissions(37, 272, dtype=torch.float32)
+    for lengths, same in (([20, 17], False), ([21, 16], True)):
+        bf16, fp32 = (forward.log_likelihood(chain, emissions, lengths, precision) for precision in ("bf16", "fp32"))
+        assert torch.equal(bf16, fp32) == same

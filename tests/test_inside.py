@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +13,8 @@ from hypothesis import strategies as st
 
 import flash_inside
 from flash_inside import Rules, interface, recomputation, reference, trees
-from flash_inside.packing import Layout, SplitRows
-from flash_inside.precision import most_words_of_short
+from flash_inside.packing import Layout, SplitRows, Squares
+from flash_inside.precision import FORMATS, gradient_type, most_words_of_short, product, upcast
 from flash_inside.scaled import chart as scaled
 from grammars import enumerate_trees, raising, random_emissions, random_rules
 
@@ -266,6 +269,9 @@ def test_the_type_of_the_result_follows_the_precision():
         ({"rules": Rules(torch.ones(5), torch.ones(3, 7), torch.ones(3, 7))}, "root must end in 3 or 7"),
         ({"rules": Rules(torch.ones(3), torch.ones(3, 7), torch.ones(3, 6))}, "left and right"),
         ({"rules": Rules(torch.ones(3), torch.ones(3, 3), torch.ones(3, 3))}, "left and right"),  # no preterminals
+        ({"rules": Rules(torch.ones(0), torch.ones(0, 4), torch.ones(0, 4))}, "left and right"),  # no nonterminals
+        ({"rules": Rules(*(t.expand(2, *t.shape) for t in random_rules(3, 4)))}, "2 grammars for 1 sentences"),
+        ({"emissions": torch.ones(3, 4, device="meta")}, r"on one device, not on \['cpu', 'meta'\]"),
         ({"backend": "triton"}, "needs CUDA tensors, not cpu"),
         ({"backend": "triton", "precision": "fp64"}, "in fp32, tf32 or bf16, not fp64"),
     ],
@@ -333,3 +339,98 @@ def test_a_second_derivative_is_refused():
     (gradient,) = torch.autograd.grad((weight * log_z).sum(), emissions, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+def test_the_readable_version_computes_in_the_type_that_is_asked_for():
+    inputs = [tensor.requires_grad_() for tensor in (*random_rules(3, 4), random_emissions(3, 4))]
+    for dtype in (torch.float32, torch.float64):
+        assert reference.inside(Rules(*inputs[:3]), inputs[3], [3], dtype).dtype == dtype
+
+
+def test_a_needed_rule_of_hardly_any_probability_has_a_finite_gradient_in_the_readable_version():
+    rules, emissions = random_rules(2, 3, dtype=torch.float32), random_emissions(2, 3)
+    rules.left.zero_()
+    rules.left[:, 2] = 1e-42
+    rules.left.requires_grad_()
+    reference.inside(rules, emissions, [2]).backward()
+    assert rules.left.grad.isfinite().all()
+    assert rules.left.grad.max() > 1e30
+
+
+def test_a_leaf_may_ask_for_wider_gradients():
+    leaf = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    assert gradient_type(leaf) == gradient_type(2 * leaf) == torch.bfloat16
+    leaf.grad_dtype = torch.float32
+    assert gradient_type(leaf) == torch.float32
+    leaf.grad_dtype = None  # any
+    assert gradient_type(leaf) == torch.bfloat16
+
+
+def test_a_product_on_a_gpu_is_one_call(monkeypatch):
+    for name in ("mm", "bmm"):
+        monkeypatch.setattr(torch, name, lambda a, b, out_dtype, name=name: (name, out_dtype))
+    for dims, name in ((2, "mm"), (3, "bmm")):
+        operand = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, dim=lambda dims=dims: dims)
+        assert product(operand, operand, torch.float32) == (name, torch.float32)
+
+
+def test_a_second_derivative_through_the_wider_type_is_refused():
+    values = torch.ones(3, requires_grad=True)
+    (gradient,) = torch.autograd.grad((upcast(values) ** 2).sum(), values, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize(("n", "as_ever"), [(64, True), (65, False)])
+def test_small_grammars_are_rounded_as_ever_up_to_64_nonterminals(n, as_ever):
+    """Their runs are repeated bit for bit; squares take up to 256 MiB in fp32."""
+    layout = Layout([2])
+    weights = scaled.Weights.of(random_rules(n, 3), layout, FORMATS["fp64"])
+    assert weights.of_children.is_contiguous() == (not as_ever)
+    assert scaled.Chart(weights, random_emissions(2, 3), layout, FORMATS["fp64"]).as_ever == as_ever
+    assert 4 * scaled.LARGEST_SQUARES == 256 << 20
+
+
+def test_what_is_kept_on_a_gpu_is_given_back(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("cache"))
+    monkeypatch.delitem(sys.modules, "flash_inside.triton.graphs", raising=False)
+    flash_inside.free_memory()
+    assert not done  # no call has used any
+    graphs = SimpleNamespace(clear=lambda: done.append("graphs"))
+    monkeypatch.setitem(sys.modules, "flash_inside.triton.graphs", graphs)
+    flash_inside.free_memory()
+    assert done == ["graphs", "cache"]
+
+
+def test_statistics_begin_at_nothing_and_count_sentences():
+    statistics = flash_inside.Statistics()
+    assert statistics == flash_inside.Statistics(sentences=0, recomputed=0, recomputed_in_log_space=0)
+    rules, emissions = random_rules(3, 4), random_emissions(5, 4)
+    flash_inside.inside(rules, emissions, [2, 3], statistics=statistics)
+    flash_inside.span_marginals(rules, emissions, [2, 3], statistics=statistics)
+    assert statistics == flash_inside.Statistics(sentences=4)
+
+
+def test_posteriors_have_no_gradient():
+    tensors = [tensor.requires_grad_() for tensor in random_rules(3, 4)]
+    tables = flash_inside.span_marginals(Rules(*tensors), random_emissions(5, 4), [2, 3])
+    assert not any(table.requires_grad for table in tables)
+
+
+def test_squares_are_used_up_to_their_limits_on_a_cpu(monkeypatch):
+    """Two squares of each sentence; of five words the spans of one width have at most 2 x 3 splits."""
+    layout, cpu = Layout([3, 5]), torch.device("cpu")
+    numbers, largest = 2 * (9 + 25) * 7, 6 * 7
+    for squares, block, fits in ((0, 0, True), (-1, 0, False), (0, -1, False)):
+        monkeypatch.setattr(scaled, "LARGEST_SQUARES", numbers + squares)
+        monkeypatch.setattr(scaled, "LARGEST_BLOCK", largest + block)
+        assert scaled.SquareChart.fits(layout, 7, cpu) == fits
+        assert not scaled.SquareChart.fits(layout, 7, torch.device("meta"))
+
+
+def test_squares_are_worked_off_some_sentences_at_a_time():
+    """Of four words two spans have three, with two splits each: four splits a sentence."""
+    squares = Squares(Layout([4] * 5), (), torch.float64, torch.device("cpu"))
+    for largest, sentences in ((3, [1] * 5), (8, [2, 2, 1]), (11, [2, 2, 1]), (12, [3, 2]), (20, [5])):
+        assert [len(left) for _, left, _ in squares.parts(3, largest)] == sentences

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lm_pcfg.storage import metrics_file
 from lm_pcfg.storage.metrics_file import MetricsFile, check_metrics, read_metrics
 
 
@@ -342,3 +343,16 @@ def test_lines_of_a_run_that_begins_again_are_kept_beside(tmp_path: Path) -> Non
         assert beside == tmp_path / f"metrics-{number}.jsonl"
         assert len(strict_lines(beside)) == number
     assert not path.exists()
+
+
+def test_a_closed_file_is_closed(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    metrics = file_with_steps(tmp_path / "metrics.jsonl", range(3))
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    metrics.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_is_not_json_by_the_standard_is_never_written() -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        metrics_file._checked({"loss": math.nan})

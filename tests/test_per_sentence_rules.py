@@ -283,7 +283,7 @@ def test_dense_equals_enumeration(root, backend):
         assert within[b].exp().item() == pytest.approx(enumerated(each[b], words, brackets[b])[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("lengths", [[7, 1, 4, 9, 4, 1, 7], [6] * 4])
+@pytest.mark.parametrize("lengths", [[7, 1, 4, 9, 4, 1, 7], [6] * 4, [1, 3]])
 def test_dense_equals_each_sentence_alone(lengths, monkeypatch):
     monkeypatch.setattr(dense_scaled, "LARGEST_BLOCK", 200)  # blocks of spans end within sentences
     each = [pair_rules(3, 4, seed=b) for b in range(len(lengths))]

@@ -28,7 +28,7 @@ from flash_inside.precision import (
     product_precision,
     upcast,
 )
-from grammars import random_emissions, random_rules, right_branching, rules_that_lose_a_row
+from grammars import raising, random_emissions, random_rules, right_branching, rules_that_lose_a_row
 
 
 def run(rules, emissions, lengths, precision, backend, statistics=None):
@@ -392,3 +392,45 @@ def test_a_gradient_of_one_side_is_one_to_add_to():
 def test_products_of_an_unknown_precision_are_refused():
     with pytest.raises(ValueError, match="unknown precision 'fp16'"):
         product_precision("fp16")
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_what_left_the_range_is_not_trusted_unless_it_is_computed_again(backend):
+    rules = random_rules(16, 32, spread=30.0, seed=3, dtype=torch.float32)
+    emissions = random_emissions(180, 32, spread=30.0, seed=3, dtype=torch.float32)
+    _, trusted = flash_inside.inside_unchecked(rules, emissions, [9] * 20, "fp32", backend)
+    assert (trusted.shape, trusted.dtype) == ((20,), torch.bool)
+    assert trusted.all() == (backend == "reference")
+    nothing = flash_inside.inside_unchecked(rules, emissions[:0], [], "fp32", backend)
+    assert [len(part) for part in nothing] == [0, 0]
+
+
+@pytest.mark.parametrize("root", ["all", "nonterminals"])
+def test_what_is_impossible_by_itself_is_no_reason_to_compute_again(root):
+    """A word that no symbol has, and a single word where no root has one."""
+    rules, emissions, statistics = random_rules(3, 4, root=root), random_emissions(6, 4), flash_inside.Statistics()
+    emissions[3] = float("-inf")
+    log_z = flash_inside.inside(rules, emissions, [2, 3, 1], "fp32", "torch", statistics)
+    assert log_z.isinf().tolist() == [False, True, root == "nonterminals"]
+    assert statistics == flash_inside.Statistics(sentences=3)
+
+
+def test_a_single_word_is_computed_again_without_the_rules(monkeypatch):
+    """To convert those of a large grammar to fp64 would take gigabytes."""
+    monkeypatch.setattr(reference, "one_word_inside", raising("one word"))
+    root, left, right = random_rules(2, 3, dtype=torch.float32)
+    emissions = torch.tensor([[0.0, -120.0, -120.0]])
+    root[2] = 0.0  # so that the likely tag has no part
+    with pytest.raises(NotImplementedError, match="one word"):
+        flash_inside.inside(Rules(root, left, right), emissions, [1], "fp32", "torch")
+
+
+def test_posteriors_that_leave_fp32_are_computed_in_fp64_first(monkeypatch):
+    """The readable version is for what leaves fp64, too: it is far slower."""
+    monkeypatch.setattr(reference, "span_marginals", raising("log space"))
+    rules = random_rules(16, 32, spread=30.0, seed=3, dtype=torch.float32)
+    emissions = random_emissions(180, 32, spread=30.0, seed=3, dtype=torch.float32)
+    statistics = flash_inside.Statistics()
+    flash_inside.span_marginals(rules, emissions, [9] * 20, "fp32", "torch", statistics)
+    assert statistics.recomputed > 0
+    assert statistics.recomputed_in_log_space == 0

@@ -247,6 +247,16 @@ class TestNotes:
         assert (folder.finished, run_folder.failure_of(tmp_path)) == (None, None)
         assert not (tmp_path / "started_from").exists()
 
+    def test_only_a_damaged_id_of_the_tracking_is_told(self, tmp_path, capsys):
+        folder = run_folder.RunFolder(tmp_path, "")
+        assert folder.tracking_id is None
+        folder.remember_tracking_id("0123abcd")
+        assert folder.tracking_id == "0123abcd"
+        assert capsys.readouterr().err == ""
+        folder.remember_tracking_id("../x")
+        assert folder.tracking_id is None
+        assert "mlflow_run_id is damaged: a new MLflow run begins" in capsys.readouterr().err
+
     def test_where_a_run_began(self, tmp_path):
         own, other = (tmp_path / name / "checkpoints" / "step-00000001" for name in ("own", "other"))
         for source in (own, other):
@@ -313,6 +323,27 @@ class TestChoice:
         start, folder = run_folder.claim_start(settings, "")
         folder.release()
         assert start.folder.name == "small-2"
+
+    def test_workers_that_are_started_again_go_on_in_the_run_of_their_launcher(self, tmp_path, monkeypatch):
+        settings = load_settings(write_config(tmp_path, **SHORT), [])
+        for launcher, name in (("one", "small"), ("two", "small-2")):
+            start, folder = run_folder.claim_start(settings, launcher)
+            assert start == run_folder.Start(tmp_path / "runs" / name)
+            folder.begin("", Words())
+            folder.release()
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        assert run_folder.choose_start(settings, "two") == run_folder.Start(tmp_path / "runs" / "small-3")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        chosen = [run_folder.choose_start(settings, launcher) for launcher in ("one", "two", "three")]
+        assert [start.folder.name for start in chosen] == ["small", "small-2", "small-3"]
+        assert [start.continued for start in chosen] == [True, True, False]
+
+    def test_a_failed_run_names_the_file_to_remove(self, tmp_path):
+        run_folder.RunFolder(tmp_path, "").mark("FAILED", "the loss is not finite")
+        with pytest.raises(
+            UserError, match=rf"\(the loss is not finite\); .* or remove {tmp_path / 'FAILED'} to continue"
+        ):
+            run_folder.Start(tmp_path, continued=True).find_checkpoint(pytest.fail)
 
 
 class TestSmallFiles:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from lm_pcfg.corpus import embedded
 from lm_pcfg.corpus.lengths import Limits
-from lm_pcfg.corpus.sentences import load_sentences
+from lm_pcfg.corpus.sentences import load_sentences, sentences_within
 from lm_pcfg.corpus.text import BINARY_CHECK_BYTES, TextError, read_lines, read_words
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions
 
@@ -187,3 +188,11 @@ def test_the_corpus_room_does_not_import_torch() -> None:
     modules = "lm_pcfg.corpus.opening, lm_pcfg.corpus.preparation.prepare"  # and what they import
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
+
+
+@pytest.mark.parametrize("literal", [None, np.array([2, 1])])
+def test_unknown_words_of_the_text_are_not_known_of_a_prepared_corpus(literal):
+    vocabulary = Vocabulary(["<unk>", "a"], VocabularyOptions())
+    packed, lengths = np.zeros(5, np.int32), np.array([2, 3])
+    sentences = sentences_within(Limits(), packed, lengths, np.array([1, 2]), vocabulary, literal)
+    assert sentences.literal_unknown == (None if literal is None else 3)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import flash_inside
 from flash_inside import Rules, trees
+from flash_inside.packing import Layout
 from grammars import bracketings, random_emissions, random_rules, score_of
 
 BACKENDS = ["torch", "reference"]
@@ -117,3 +118,9 @@ def test_probabilities_in_fp64_that_fp32_cannot_hold(backend):
     truth = flash_inside.viterbi(faint, emissions, [1, 3], "fp64", "reference")
     assert [tree for _, tree in found] == [tree for _, tree in truth]
     assert [score for score, _ in found] == pytest.approx([score for score, _ in truth], rel=1e-6)
+
+
+def test_a_chart_has_room_for_what_is_in_it_and_no_more():
+    """Nine spans: five single words, whose values are given, and a whole sentence of three, which is no child."""
+    chart = trees.BestTrees(random_rules(2, 3), random_emissions(5, 3), Layout([3, 2]), torch.float64, triton=False)
+    assert (chart.beta.shape, chart.children.shape) == ((9 - 5, 2), (9 - 1, 2 * 2))

@@ -83,13 +83,14 @@ def test_the_optimizer_is_that_of_the_settings(name):
     assert {key: made.defaults[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_weights_that_have_no_shape_between_steps_take_no_hook(monkeypatch, stage):
+def test_weights_that_have_no_shape_between_steps_take_no_hook(monkeypatch, stage, world_size):
     clocks = []
     monkeypatch.setattr(learner, "ReductionClock", lambda parameters, engine: clocks.append(list(parameters)))
     monkeypatch.setattr(learner, "make_optimizer", lambda model, settings: None)
     engine = SimpleNamespace(
-        accelerator=SimpleNamespace(prepare=lambda *both: both), world_size=2, is_deepspeed=stage > 0,
+        accelerator=SimpleNamespace(prepare=lambda *both: both), world_size=world_size, is_deepspeed=stage > 0,
         zero_stage=stage, device=torch.device("cpu"),
     )  # fmt: skip
     model = nn.Linear(2, 1)
@@ -101,13 +102,14 @@ def test_what_deepspeed_made_waits_no_longer_than_the_settings_say(monkeypatch):
     calls = []
     monkeypatch.setattr(Learner, "__init__", lambda *_: calls.append("made"))
     monkeypatch.setattr(ZeroLearner, "optimizer", SimpleNamespace(optimizer=None), raising=False)
-    plugin = SimpleNamespace(deepspeed_config={})
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}})
     engine = SimpleNamespace(
         accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)), zero_stage=2,
-        on_all=lambda action: None, limit_waiting=lambda: calls.append("limited"),
+        on_all=lambda action: action(), limit_waiting=lambda: calls.append("limited"),
     )  # fmt: skip
     ZeroLearner(nn.Linear(2, 1), OptimizerSection(), engine)
     assert calls == ["made", "limited"]
+    assert plugin.deepspeed_config["gradient_accumulation_steps"] == 1  # it was configured before
 
 
 @pytest.fixture
@@ -245,3 +247,9 @@ def test_steps_whose_loss_is_not_finite_enter_no_backward_pass(second_of_two):
     update = second_of_two.update(torch.ones(()), torch.tensor(3.0), 1.0, 0.25)()
     assert update == Update(6.0, 2.0, 0.5)
     assert calls == ["back", "reduced", 0.25, "step"]
+
+
+def test_from_a_million_weights_on_a_cpu_updates_them_in_one_pass():
+    """Below, runs are repeated bit for bit: PyTorch's own passes round differently."""
+    made = [learner.make_optimizer(nn.Linear(1 << 10, rows, bias=False), OptimizerSection()) for rows in (1023, 1024)]
+    assert [optimizer.defaults["fused"] for optimizer in made] == [False, True]
