@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,14 +83,21 @@ def test_score_has_the_share_beside_the_perplexity(folder):
     assert f"{folder / 'stranger'}: 7.14 % of its words are unknown" in said
 
 
-def test_a_figure_per_byte_is_a_lower_bound_where_words_are_unknown(folder):
-    assert scored(folder, "strange")[0]["ppl_per_byte_is_lower_bound"] is True
+@pytest.mark.parametrize("figure", ["ppl_per_word", "ppl_per_byte"])
+def test_a_figure_per_word_or_byte_is_a_lower_bound_where_words_are_unknown(folder, figure):
+    assert scored(folder, "strange")[0][f"{figure}_is_lower_bound"] is True
     known = scored(folder, "known")[0]
-    assert (known["ppl_per_byte_is_lower_bound"], known["unknown_share"]) == (False, 0.0)
+    assert (known[f"{figure}_is_lower_bound"], known["unknown_share"]) == (False, 0.0)
     shown = ran("score", folder / "strange", "--checkpoint", folder / "runs/one").stdout
-    assert f"ppl_per_byte     >= {scored(folder, 'strange')[0]['ppl_per_byte']:.4f}" in shown
+    assert f"{figure}     >= {scored(folder, 'strange')[0][figure]:,.4f}" in shown
     assert "unknown_share    4.17 %" in shown
+    assert "lower_bound" not in shown
     assert ">=" not in ran("score", folder / "known", "--checkpoint", folder / "runs/one").stdout
+
+
+def test_a_bound_beside_the_best_possible_perplexity_is_called_one(folder):
+    shown = ran("score", "embedded:valid", "--checkpoint", folder / "runs/one").stdout.splitlines()[-1]
+    assert re.fullmatch(r"perplexity at least [\d.]+, best possible [\d.]+, ratio at least [\d.]+", shown)
 
 
 def test_other_commands_have_it_too(folder):

@@ -49,15 +49,15 @@ class TextScore:
 
     @property
     def perplexity_per_word(self) -> float:
-        """Vocabularies can be compared by this one, if they know the words. An end of line is a word, as in `total`."""
+        """Vocabularies can be compared by this one, if they know the words. An end of line is a word, as in `total`.
+
+        It is a lower bound if words are unknown: to write them would cost more than the `<unk>` that was predicted.
+        """
         return CorpusScore(math.fsum(self.nlls), self.words, self.lines, impossible=0).perplexity
 
     @property
     def perplexity_per_byte(self) -> float:
-        """Vocabularies can be compared by this one. The end of a line counts as one byte, its newline.
-
-        It is a lower bound if words are unknown: to write them would cost more than the `<unk>` that was predicted.
-        """
+        """The same per byte, and likewise a lower bound. The end of a line counts as one byte, its newline."""
         return CorpusScore(math.fsum(self.nlls), self.bytes, self.lines, impossible=0).perplexity
 
     def unknown(self, unit: str) -> Unknown:
@@ -157,6 +157,8 @@ def score_report(
     if not total.lines:
         why = f"{result.skipped} skipped" if result.skipped else "it is empty" if not result.blank else "all blank"
         raise UserError(f"{display_name(source)}: no line could be scored ({why})")
+    # The evidence lower bound of a compound model makes the figures larger: then they bound nothing.
+    is_lower_bound = result.unknown_words > 0 and result.bounds is None
     report = {
         "file": source,
         "checkpoint": " + ".join(str(one.checkpoint) for one in mixture),
@@ -170,9 +172,9 @@ def score_report(
         "unit": mixture[0].vocabulary.unit,
         "ppl": total.perplexity,
         "ppl_per_word": result.perplexity_per_word,
+        "ppl_per_word_is_lower_bound": is_lower_bound,
         "ppl_per_byte": result.perplexity_per_byte,
-        # The evidence lower bound of a compound model makes it larger: then it bounds nothing.
-        "ppl_per_byte_is_lower_bound": result.unknown_words > 0 and result.bounds is None,
+        "ppl_per_byte_is_lower_bound": is_lower_bound,
         "ppl_words": perplexity(total.nll / result.words),
         "skipped": result.skipped,
         **result.unknown(mixture[0].vocabulary.unit).report(),
