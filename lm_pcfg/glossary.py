@@ -18,6 +18,8 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "ppl_per_byte": "the same per byte of the text, an end of line is one byte. With unknown words it is a lower "
         "bound (>=): to write out a word costs more than the one <unk> that was predicted",
         "ppl_per_byte_is_lower_bound": "whether `ppl_per_byte` is such a lower bound",
+        "ppl_per_word_at_least": "in MLflow: `ppl_per_word` where it is a lower bound; `unknown_share` is beside it",
+        "ppl_per_byte_at_least": "in MLflow: the same of `ppl_per_byte`",
         "ppl_words": "exp(nll / words): ends of lines have their cost but are not counted. Always above `ppl_per_word`",
         "ppl_is": "says that `ppl` of a compound model is an upper bound",
         "ppl_at_most_elbo": "upper bound on the perplexity of a compound model, by the evidence lower bound; `_se` is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class TextScore:
     literal_unknown: int = 0  # `<unk>` that are written in the text
     is_scored: bytearray = field(default_factory=bytearray)  # for every line: 1 if it is in the sums, else 0
     statistics: Statistics = field(default_factory=Statistics)  # of all grammars of a mixture together
+    digest: Any = field(default_factory=hashlib.sha256)  # of the words of all lines: which text it was
     bounds: Bounds | None = None  # of a compound model, whose sums here are of the evidence lower bound
 
     @property
@@ -129,14 +131,16 @@ def score_lines(
     )  # fmt: skip
     for line in lines:
         value = line.value if not line.skipped else None if line.skipped == "blank" else -math.inf
+        words = line.text.split()
+        text = " ".join(words).encode("utf-8")
+        result.digest.update(text + b"\n")
         if line.value == -math.inf:
             warnings.add("impossible", f"{name}, line {line.number}: probability 0, skipped")
         elif line.value is not None:
-            words = line.text.split()
             result.words += len(words)
             result.unknown_words += line.unknown
             result.literal_unknown += line.literal
-            result.bytes += len(" ".join(words).encode("utf-8"))
+            result.bytes += len(text)
         result.blank += value is None
         result.skipped += value == -math.inf
         result.is_scored.append(value is not None and math.isfinite(value))

@@ -68,6 +68,8 @@ def score(
         result = TextScore(bounds=bounds_wanted(mixture, samples, seed))
         own = mixture[0].checkpoint
         given = {"root": root, "weights": weights, "precision": precision, "max_length": max_length, "samples": samples}
+        drawn = {"seed": seed} if result.bounds is not None else {}
+        given |= drawn
         usual = signature(score).parameters
         how = {option: value for option, value in given.items() if value != usual[option].default}
         # An export inside a run is another model than the run's.
@@ -91,7 +93,8 @@ def score(
                 print_report(report, result.bounds is not None, sys.stderr if per_sentence else sys.stdout)
             if log is not None:
                 sys.stdout.flush()  # the result does not wait for MLflow
-                log.send(score_name(file, **how), mixture[0].state["step"], report, warn)
+                of_text = {"text_hash": result.digest.hexdigest(), **drawn}
+                log.send(score_name(file, **how), mixture[0].state["step"], report | of_text, warn)
 
 
 def print_report(report: dict[str, Any], is_bound: bool, out: TextIO) -> None:
