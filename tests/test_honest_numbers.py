@@ -17,6 +17,7 @@ from lm_pcfg import glossary
 from lm_pcfg.bench import ngram
 from lm_pcfg.cli import app
 from lm_pcfg.corpus import opening
+from lm_pcfg.corpus.lengths import Limits
 from lm_pcfg.corpus.pieces import load_vocabulary
 from lm_pcfg.corpus.sentences import encode_sentences
 from lm_pcfg.corpus.unknown import Unknown, literals
@@ -159,6 +160,21 @@ def test_what_is_counted_in_pieces_is_called_so(folder):
     assert "more words (or pieces)" in " ".join(help_of_score.split())
     for section in (DataSection, EvaluationSection):
         assert "pieces" in (section.model_fields["max_length"].description or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"), [("train", "data.max_length"), ("valid", "evaluation.max_length")]
+)  # fmt: skip
+def test_a_text_of_which_more_than_a_third_is_too_long_is_told(folder, name, setting):
+    lines = list(enumerate(["the cat", "a dog", "the cat sees", ""]))
+    words = load_vocabulary(folder / "runs/one/vocab")
+    third = encode_sentences(lines, words, Limits(2))
+    assert opening.describe(name, third).endswith("(left out: 1 too long, 1 blank)")
+    half = opening.describe(name, encode_sentences([*lines, (9, "a cat sees")], words, Limits(2))).splitlines()
+    said = f"warning: {name}: 50.00 % of its sentences have more words than {setting}, and are left out"
+    assert half[1:] == [said]
+    pieces = opening.describe(name, encode_sentences(lines, load_vocabulary(folder / "runs/pieces/vocab"), Limits(1)))
+    assert f"have more pieces than {setting}, which counts pieces, not words, and are left out" in pieces
 
 
 # ---- glossary -------------------------------------------------------------------------------------------------------
