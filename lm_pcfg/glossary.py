@@ -13,10 +13,13 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "ppl": "perplexity: exp(nll / tokens). Per word, or per piece if the vocabulary is of pieces (`unit`); the end "
         "of a line is one token more. Only comparable between models with the same vocabulary",
         "ppl_per_word": "the same likelihood per word between spaces, and end of line: compares models of words and of "
-        "pieces, if both know the words (`unknown_share`). Without pieces it is `ppl`",
+        "pieces, if both know the words. With unknown words it is a lower bound (>=). Without pieces it is `ppl`",
+        "ppl_per_word_is_lower_bound": "whether `ppl_per_word` is such a lower bound",
         "ppl_per_byte": "the same per byte of the text, an end of line is one byte. With unknown words it is a lower "
         "bound (>=): to write out a word costs more than the one <unk> that was predicted",
         "ppl_per_byte_is_lower_bound": "whether `ppl_per_byte` is such a lower bound",
+        "ppl_per_word_at_least": "in MLflow: `ppl_per_word` where it is a lower bound; `unknown_share` is beside it",
+        "ppl_per_byte_at_least": "in MLflow: the same of `ppl_per_byte`",
         "ppl_words": "exp(nll / words): ends of lines have their cost but are not counted. Always above `ppl_per_word`",
         "ppl_is": "says that `ppl` of a compound model is an upper bound",
         "ppl_at_most_elbo": "upper bound on the perplexity of a compound model, by the evidence lower bound; `_se` is "
@@ -51,8 +54,10 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "valid_unknown_share": "the same of the validation text; not known of a prepared one that has <unk>",
         "training_unknown_share": "the same of the training text; the <unk> written in it count here",
         "literal_unknown": "<unk> that are written in the text, as in the Penn Treebank's. They are predicted like "
-        "words, and are not in `unknown_words`",
-        "vocabulary": "types that the model knows: words or pieces, <unk> and <eos> included",
+        "words, and are not in `unknown_words`. Of vocabularies of words: pieces spell <unk> like any other text, so "
+        "with them it is 0",
+        "vocabulary": "types that the model knows: words or pieces, with <unk>, and with <eos> where ends of lines are "
+        "explicit (model.eos)",
         "types": "the same",
         "vocabulary_hash": "sha256 of the vocabulary: the same hash encodes texts alike",
         "order": "length of the longest n-gram",

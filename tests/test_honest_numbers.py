@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from lm_pcfg import glossary
 from lm_pcfg.bench import ngram
 from lm_pcfg.cli import app
 from lm_pcfg.corpus import opening
+from lm_pcfg.corpus.lengths import Limits
 from lm_pcfg.corpus.pieces import load_vocabulary
 from lm_pcfg.corpus.sentences import encode_sentences
 from lm_pcfg.corpus.unknown import Unknown, literals
@@ -82,14 +84,21 @@ def test_score_has_the_share_beside_the_perplexity(folder):
     assert f"{folder / 'stranger'}: 7.14 % of its words are unknown" in said
 
 
-def test_a_figure_per_byte_is_a_lower_bound_where_words_are_unknown(folder):
-    assert scored(folder, "strange")[0]["ppl_per_byte_is_lower_bound"] is True
+@pytest.mark.parametrize("figure", ["ppl_per_word", "ppl_per_byte"])
+def test_a_figure_per_word_or_byte_is_a_lower_bound_where_words_are_unknown(folder, figure):
+    assert scored(folder, "strange")[0][f"{figure}_is_lower_bound"] is True
     known = scored(folder, "known")[0]
-    assert (known["ppl_per_byte_is_lower_bound"], known["unknown_share"]) == (False, 0.0)
+    assert (known[f"{figure}_is_lower_bound"], known["unknown_share"]) == (False, 0.0)
     shown = ran("score", folder / "strange", "--checkpoint", folder / "runs/one").stdout
-    assert f"ppl_per_byte     >= {scored(folder, 'strange')[0]['ppl_per_byte']:.4f}" in shown
+    assert f"{figure}     >= {scored(folder, 'strange')[0][figure]:,.4f}" in shown
     assert "unknown_share    4.17 %" in shown
+    assert "lower_bound" not in shown
     assert ">=" not in ran("score", folder / "known", "--checkpoint", folder / "runs/one").stdout
+
+
+def test_a_bound_beside_the_best_possible_perplexity_is_called_one(folder):
+    shown = ran("score", "embedded:valid", "--checkpoint", folder / "runs/one").stdout.splitlines()[-1]
+    assert re.fullmatch(r"perplexity at least [\d.]+, best possible [\d.]+, ratio at least [\d.]+", shown)
 
 
 def test_other_commands_have_it_too(folder):
@@ -151,6 +160,21 @@ def test_what_is_counted_in_pieces_is_called_so(folder):
     assert "more words (or pieces)" in " ".join(help_of_score.split())
     for section in (DataSection, EvaluationSection):
         assert "pieces" in (section.model_fields["max_length"].description or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"), [("train", "data.max_length"), ("valid", "evaluation.max_length")]
+)  # fmt: skip
+def test_a_text_of_which_more_than_a_third_is_too_long_is_told(folder, name, setting):
+    lines = list(enumerate(["the cat", "a dog", "the cat sees", ""]))
+    words = load_vocabulary(folder / "runs/one/vocab")
+    third = encode_sentences(lines, words, Limits(2))
+    assert opening.describe(name, third).endswith("(left out: 1 too long, 1 blank)")
+    half = opening.describe(name, encode_sentences([*lines, (9, "a cat sees")], words, Limits(2))).splitlines()
+    said = f"warning: {name}: 50.00 % of its sentences have more words than {setting}, and are left out"
+    assert half[1:] == [said]
+    pieces = opening.describe(name, encode_sentences(lines, load_vocabulary(folder / "runs/pieces/vocab"), Limits(1)))
+    assert f"have more pieces than {setting}, which counts pieces, not words, and are left out" in pieces
 
 
 # ---- glossary -------------------------------------------------------------------------------------------------------

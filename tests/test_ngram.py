@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from inspect import signature
 from pathlib import Path
@@ -21,8 +22,10 @@ from lm_pcfg.commands.text.score import score
 from lm_pcfg.corpus.pieces import train_pieces
 from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
 from lm_pcfg.corpus.sentences import Sentences, encode_sentences
+from lm_pcfg.corpus.unknown import percent
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions
 from lm_pcfg.errors import UserError
+from lm_pcfg.inference.trained import read_stored
 from small_runs import write_untrained_run
 from texts import write_text
 
@@ -211,7 +214,7 @@ def test_bad_texts_get_one_line(tmp_path):
 
 MODEL = {"nonterminals": 2, "preterminals": 3, "dimension": 4}
 SIZE = 12  # of 17 types: some words are unknown
-ALIKE = ("nll", "words", "pieces", "lines", "tokens", "vocabulary", "unknown_words", "unknown_share", "literal_unknown")
+ALIKE = ("nll", "words", "pieces", "lines", "tokens", "unknown_words", "unknown_share", "literal_unknown")
 
 
 def silent(message: str) -> None:
@@ -244,6 +247,11 @@ def test_a_run_of_words_has_the_figures_of_its_text(tmp_path, eos):
     assert own["ppl"] == own["ppl_per_word"] == pytest.approx(math.exp(plain["nll"] / plain["tokens"]))
     assert own["literal_unknown"] == 1
     assert own["unknown_words"] > 1
+    assert own["vocabulary"] == len(read_stored(run).vocabulary) == SIZE + (eos == "explicit")  # as `info` has it
+    assert plain["vocabulary"] == SIZE + 1  # the end of a line is a type of the n-grams
+    shown = CliRunner().invoke(cli.app, ["bench", "ngram", "--checkpoint", str(run), "--order", "2"]).stdout
+    assert re.search(rf"^unknown_share +{percent(own['unknown_share'])}$", shown, re.MULTILINE)  # as `score` has it
+    assert re.search(r"^ppl_per_word +>= \d", shown, re.MULTILINE)
 
 
 def test_lines_and_tokens_are_those_of_score(tmp_path):
@@ -252,7 +260,7 @@ def test_lines_and_tokens_are_those_of_score(tmp_path):
     more = ["--checkpoint", str(run), "--max-length", "6", "--json"]
     result = CliRunner().invoke(cli.app, ["bench", "ngram", "--test", valid, *more])
     own, scored = json.loads(result.stdout), json.loads(CliRunner().invoke(cli.app, ["score", valid, *more]).stdout)
-    names = [name for name in (*ALIKE, "unit", "skipped") if name not in ("nll", "vocabulary")]
+    names = [name for name in (*ALIKE, "unit", "skipped", "ppl_per_word_is_lower_bound") if name != "nll"]
     assert {name: own[name] for name in names} == {name: scored[name] for name in names}
     assert own["skipped"] > 0
     assert "lines skipped: longer than --max-length, or too short for the run's model" in result.stderr
@@ -280,7 +288,7 @@ def test_a_run_of_pieces_counts_its_pieces(tmp_path, eos):
     assert (own["unit"], own["words"], own["lines"], own["tokens"]) == ("pieces", 7, 2, tokens)
     assert own["ppl"] == pytest.approx(math.exp(own["nll"] / tokens))
     assert own["ppl_per_word"] == pytest.approx(math.exp(own["nll"] / 9))
-    assert own["vocabulary"] == types
+    assert own["vocabulary"] == len(pieces) + (eos == "explicit")
     (tmp_path / "valid.txt.gz").write_bytes(gzip.compress((tmp_path / "valid.txt").read_bytes()))
     again = compare_with_run(run, str(tmp_path / "valid.txt.gz"), 3, silent)
     assert {name: again[name] for name in ALIKE} == {name: own[name] for name in ALIKE}
@@ -341,11 +349,12 @@ def test_what_a_run_did_not_have_is_said(tmp_path):
     run, train, valid = words_run(
         tmp_path, size=None, data={"train": [{"path": str(tmp_path / "train.txt"), "weight": 2}]}
     )
-    unknown = compare_with_run(run, valid, 2, messages.append)
+    compare_with_run(run, valid, 2, messages.append)
     assert "the corpora of data.train are counted once each, whatever their weights" in messages
     assert any("2 unknown words, but the training text has none: they cost what a type" in said for said in messages)
     without = write(tmp_path / "without", "the cat sees")
-    assert compare_with_run(run, without, 2, silent)["vocabulary"] == unknown["vocabulary"] - 1  # no <unk> is needed
+    no_unk = compare(train, without, 2, None, silent)  # none is needed, and none is a type
+    assert compare_with_run(run, without, 2, silent)["nll"] == pytest.approx(no_unk["nll"])
     messages.clear()
     Path(train).write_text(Path(train).read_text() + "the cat\n")
     compare_with_run(run, without, 2, messages.append)

@@ -17,12 +17,12 @@ from command_line import lm_pcfg
 from lm_pcfg.bench.plot import MOST_POINTS, thinned
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference.model import Model
-from lm_pcfg.inference.report import Run, read_runs
+from lm_pcfg.inference.report import read_runs
 from lm_pcfg.pages import model_parts
 from lm_pcfg.pages.heat_map import CELL, heat_map
 from lm_pcfg.pages.model_parts import Wanted
 from lm_pcfg.pages.report import report_page
-from lm_pcfg.pages.run_facts import comparison_notes, differences, environment_facts
+from lm_pcfg.pages.run_facts import differences, environment_facts
 from lm_pcfg.pages.shell import page, pairs, table, text
 from lm_pcfg.pages.surprisals import LEVELS, surprisal_strip
 from texts import WORDS, write_config, write_text
@@ -293,18 +293,17 @@ def test_a_long_curve_is_thinned_and_keeps_its_peaks():
 
 
 def test_what_cannot_be_compared_is_told(tmp_path):
-    runs = []
     for name, vocabulary, valid in (("a", "1", "x"), ("b", "2", "x")):
         folder = tmp_path / name
         (folder / "vocab").mkdir(parents=True)
         (folder / "vocab" / "vocabulary.json").write_text(json.dumps({"sha256": vocabulary}))
         (folder / "config.yaml").write_text(f"data: {{valid: {valid}}}\nloss: {{normalise: {name}}}\n")
-        runs.append(Run(name, folder=folder))
-    notes = comparison_notes(runs)
+    runs = read_runs([tmp_path / "a", tmp_path / "b"], pytest.fail)
+    notes = report_page(runs, wanted=Wanted())
     assert "different vocabularies" in notes
     assert "different units of the loss" in notes
     assert "validation texts" not in notes
-    assert comparison_notes(runs[:1]) == ""
+    assert "different" not in report_page(runs[:1], wanted=Wanted())
     same = differences({"a": {"name": "a", "x": 1}, "b": {"name": "b", "x": 1}})
     assert "the same" in same
     assert '<td data-name="b">-</td>' in differences({"a": {"x": [1]}, "b": {}})

@@ -46,6 +46,12 @@ def test_variants_are_trained_once_and_compared(file, monkeypatch):
     assert search(file) == search(file, "--table") == table
 
 
+def test_variants_that_cannot_be_compared_are_told(file):
+    file.write_text("config: base.yaml\ncommon: [training.max_steps=1]\nvariants:\n  few: [data.vocabulary.size=9]\n")
+    result = CliRunner().invoke(cli.app, ["search", str(file)], catch_exceptions=False)
+    assert "warning: these runs have different vocabularies (9 and 17 types)" in result.stderr
+
+
 def test_changes_on_the_command_line_leave_a_variant_what_it_is_about(file):
     overrides = ["model.nonterminals=4", "ema.decay=0.5", "training.max_steps=1"]
     runs = settings_of(file, overrides)

@@ -1,9 +1,12 @@
 """MLflow gets everything a run logs, and a store that fails never stops, slows or soils a training."""
 
+import contextlib
 import getpass
+import hashlib
 import json
 import math
 import os
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -12,6 +15,7 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +25,7 @@ from lm_pcfg.cli import app
 from lm_pcfg.training import loop, mlflow_run, tracked_scores, tracking
 from lm_pcfg.training.mlflow_run import MlflowRun, environment_artifacts, git_commit, one_line, valid_name
 from lm_pcfg.training.tracking import NoTracker, Tracker
+from small_runs import write_untrained_run
 from texts import write_config
 
 DEAD_SERVER = "http://127.0.0.1:9"
@@ -450,10 +455,93 @@ class TestScores:
         found = store.get_run(run_id)
         assert found.data.metrics["score/valid.txt/ppl"] == pytest.approx(report["ppl"])
         assert found.data.metrics["score/valid.txt/unknown_share"] == pytest.approx(report["unknown_share"])
+        for figure in ("ppl_per_word", "ppl_per_byte"):  # of a text with unknown words
+            assert found.data.metrics[f"score/valid.txt/{figure}_at_least"] == pytest.approx(report[figure])
+            assert f"score/valid.txt/{figure}" not in found.data.metrics
+        assert tracked_scores._figure_name("ppl_per_byte", {"ppl_per_byte_is_lower_bound": False}) == "ppl_per_byte"
         assert history(store, run_id, "score/valid.txt/ppl")[0][0] == 16  # the step of the checkpoint
         assert json.loads(found.data.tags["score.valid.txt"])["checkpoint"] == report["checkpoint"]
         assert found.info.status == "FINISHED"
         assert len(store.search_runs([found.info.experiment_id])) == before
+
+    def test_scores_of_two_texts_of_one_name_stay_apart(
+        self, run: Path, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tracked_scores, "SECONDS", 60.0)
+        run_id = (run / "mlflow_run_id").read_text().strip()
+        reports = {}
+        texts = {"A": "the cat sees a dog\n", "B": "a dog\n", "C": "the  cat sees a dog\n"}  # C is A, to a model
+        for folder, text in (*texts.items(), *texts.items()):  # and again
+            (tmp_path / folder).mkdir(exist_ok=True)
+            file = tmp_path / folder / "test.txt"
+            file.write_text(text)
+            result = CliRunner().invoke(app, ["score", str(file), "--checkpoint", str(run), "--json"])
+            assert result.exit_code == 0, result.output
+            reports[folder] = json.loads(result.stdout)
+        data = store.get_run(run_id).data
+        other = f"test.txt-{hashlib.sha256(texts['B'].encode()).hexdigest()[:8]}"
+        figures = {name: value for name, value in data.metrics.items() if name.startswith("score/test.txt")}
+        assert {name.split("/")[1] for name in figures} == {"test.txt", other}
+        assert figures["score/test.txt/ppl"] == pytest.approx(reports["A"]["ppl"])
+        assert figures[f"score/{other}/ppl"] == pytest.approx(reports["B"]["ppl"])
+        assert json.loads(data.tags["score.test.txt"])["file"].endswith("C/test.txt")
+        assert json.loads(data.tags[f"score.{other}"])["file"].endswith("B/test.txt")
+
+    def test_the_seed_of_a_compound_model_is_part_of_its_score(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = {"family": "sc_pcfg", "nonterminals": 4, "preterminals": 6, "dimension": 8}
+        own = write_untrained_run(tmp_path, "own", model)
+        plain = write_untrained_run(tmp_path, "plain", model | {"family": "sn_pcfg"})
+        sent = list[tuple[str, Any]]()
+        log = SimpleNamespace(send=lambda name, step, report, warn: sent.append((name, report.get("seed"))))
+        monkeypatch.setattr(tracked_scores, "score_log", lambda run, wanted: contextlib.nullcontext(log))
+        (tmp_path / "one").write_text("the cat\n")
+        for run, seed in ((own, "0"), (own, "3"), (plain, "3")):  # a plain model draws nothing
+            words = ["score", str(tmp_path / "one"), "--checkpoint", str(run), "--seed", seed]
+            result = CliRunner().invoke(app, words)
+            assert result.exit_code == 0, result.output
+        assert sent == [("one", 0), ("one-seed-3", 3), ("one", None)]
+
+    @pytest.mark.parametrize(
+        ("tag", "name"),
+        [
+            ('{"file": "x/a"}', "a"),  # of an earlier version
+            ('{"file": "y/a"}', "a-01234567"),
+            ('{"file": "y/a", "text_hash": "0123456789"}', "a"),
+            ("[", "a"),
+            ("[]", "a"),
+        ],
+    )
+    def test_a_name_is_taken_by_another_text(self, tag: str, name: str) -> None:
+        given = tracked_scores._Given("a", 1, {}, {"file": "x/a", "text_hash": "0123456789"})
+        assert tracked_scores._free_name(given, {"score.a": tag}) == name
+
+    def test_a_store_that_another_process_has_locked_is_one_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        monkeypatch.setattr(tracked_scores, "SECONDS_FOR_A_LOCK", 0.02)
+        monkeypatch.chdir(tmp_path)
+        run = tmp_path / "runs" / "a"
+        run.mkdir(parents=True)
+        (run / "mlflow_run_id").write_text("0" * 32)
+        (tmp_path / "mlruns").mkdir()
+        warnings = list[str]()
+        with contextlib.closing(sqlite3.connect(tmp_path / "mlruns" / "mlflow.db", isolation_level=None)) as store:
+            store.execute("CREATE TABLE runs (run_uuid TEXT)")
+            store.execute("BEGIN EXCLUSIVE")
+            with tracked_scores.score_log(run) as log:
+                assert log is not None
+                log.send("a", 1, {"ppl": 2.0}, warnings.append)
+            assert len(warnings) == 1
+            assert "this score was not logged (another process has locked the store)" in warnings[0]
+            with tracked_scores.score_log(run) as log:
+                assert log is not None
+                store.execute("ROLLBACK")  # free while the text is scored: it has no such run
+                assert log.send("a", 1, {"ppl": 2.0}, pytest.fail) == "not there"
+            with tracked_scores.score_log(run) as log:
+                assert log is None
 
     def test_a_server_that_does_not_answer_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         answer = threading.Event()

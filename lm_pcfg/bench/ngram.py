@@ -126,7 +126,8 @@ def compare_with_run(
     end = len(vocabulary)
     texts = Texts(_with_ends(train_text, end), _with_ends(test_text, end), vocabulary,
                   {"checkpoint": str(stored.folder), "train": ", ".join(names), "test": test})  # fmt: skip
-    return _report(texts, order, warn)
+    # As `lm_pcfg info` counts them. The n-grams have an end of a line as well, and no <unk> where none is needed.
+    return _report(texts, order, warn) | {"vocabulary": len(vocabulary)}
 
 
 def _with_ends(text: Sentences, end_id: int) -> Sentences:
@@ -173,6 +174,7 @@ def _report(texts: Texts, order: int, warn: Warn) -> dict[str, Any]:
         **test.unknown_words.report(),
         "ppl": math.exp(nll / tokens),
         "ppl_per_word": math.exp(nll / (words + len(test))),
+        "ppl_per_word_is_lower_bound": test.unknown_words.count > 0,  # as in `lm_pcfg score`
         "ppl_words": math.exp(nll / words),
         "unigram_ppl": math.exp(unigram.nll(test) / tokens),
     }

@@ -30,6 +30,7 @@ from pydantic import Field, ValidationError
 from lm_pcfg.console import say, warn
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference import report
+from lm_pcfg.inference.comparison import incomparable
 from lm_pcfg.settings import Section, Settings
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage.run_folder import FAILED, FINISHED, failure_of
@@ -190,7 +191,7 @@ def table(file: Path, overrides: list[str]) -> str:
     begun = {name: folder for name, folder in folders.items() if (folder / "config.yaml").exists()}
     runs = report.read_runs(list(begun.values()), warn)
     lines = {name: report.summary(run) for name, run in zip(begun, runs, strict=True)}
-    for reason in report.incomparable(list(lines.values())):
+    for reason in incomparable(runs):
         warn(reason)
     control = lines.get(CONTROL, {}).get("best_valid_ppl")
     rows = [

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from lm_pcfg.commands.output import Json, WholeHelp, show
+from lm_pcfg.commands.output import Json, WholeHelp, for_people, show
 from lm_pcfg.console import warn
 
 bench = typer.Typer(help="Measure.", cls=WholeHelp, no_args_is_help=True, rich_markup_mode=None)
@@ -114,11 +114,13 @@ def bench_ngram(
     if checkpoint is not None:
         if vocabulary_size is not None:
             raise typer.BadParameter("--vocabulary-size goes with --train: a run has a vocabulary of its own")
-        show(ngram.compare_with_run(checkpoint, test, order, warn, max_length or ngram.MAX_LENGTH), as_json)
+        report = ngram.compare_with_run(checkpoint, test, order, warn, max_length or ngram.MAX_LENGTH)
+        show(report if as_json else for_people(report), as_json)
         return
     if train is None or test is None:
         raise typer.BadParameter("--test is missing: give the text to score")
-    show(ngram.compare(train, test, order, vocabulary_size, warn, max_length), as_json)
+    report = ngram.compare(train, test, order, vocabulary_size, warn, max_length)
+    show(report if as_json else for_people(report), as_json)
 
 
 def _numbers(option: str, text: str) -> list[int]:

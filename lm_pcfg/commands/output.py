@@ -76,6 +76,19 @@ def print_table(report: dict[str, Any], out: Any = None) -> None:
         print(f"{name:<{width}}  {shown}", file=out or sys.stdout)
 
 
+def for_people(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a text with lower bounds and shares as people write them."""
+    from lm_pcfg.corpus.unknown import percent
+
+    flag = "_is_lower_bound"
+    shown = {name: value for name, value in report.items() if not name.endswith(flag)}
+    for name in shown:
+        if report.get(name + flag):
+            shown[name] = f">= {report[name]:,.4f}"  # unknown words cost more than <unk>
+    share = report["unknown_share"]
+    return shown | {"unknown_share": "not known" if share is None else percent(share)}
+
+
 def show(report: dict[str, Any], as_json: bool) -> None:
     """Print a report in the form that was asked for."""
     if as_json:

@@ -46,6 +46,7 @@ def report(
         raise typer.BadParameter("--sentence should have words")
     from lm_pcfg.bench.plot import draw_curves
     from lm_pcfg.inference import report as reports
+    from lm_pcfg.inference.comparison import incomparable
 
     runs = reports.read_runs(folders, warn)
     lines = [reports.summary(run, reach) for run in runs]
@@ -53,7 +54,7 @@ def report(
         print(json.dumps({"runs": lines}, allow_nan=False))
     else:
         print(reports.table(lines))
-    for reason in reports.incomparable(lines):
+    for reason in incomparable(runs):
         warn(reason)
     if plot is not None:
         _write(plot, draw_curves(runs, reach))

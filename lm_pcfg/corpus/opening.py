@@ -26,11 +26,13 @@ from lm_pcfg.corpus.shards.raw import IndexStore, RawCorpus, RawOptions, build_v
 from lm_pcfg.corpus.stream import BatchStream, Plan, TextPlan
 from lm_pcfg.corpus.text import COMPRESSION, EMBEDDED_PREFIX, read_words
 from lm_pcfg.corpus.treebank import PENN_PUNCTUATION, Tree, load_trees, without
+from lm_pcfg.corpus.unknown import percent
 from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyError, VocabularyOptions
 from lm_pcfg.errors import UserError
 from lm_pcfg.settings import DataSection, EvaluationSection, Settings
 
 MOST_UNKNOWN = 0.2  # of the words of gold trees, before a warning
+MOST_TOO_LONG = 1 / 3  # of the sentences of a text, before a warning
 
 Text = Sentences | StreamedText
 Weighted = tuple[list[str], Fraction]  # the names of a corpus, and how often an epoch reads it
@@ -301,7 +303,7 @@ def metrics(train: Text, stream: BatchStream, sums: Callable[[list[float]], list
 
 
 def describe(name: str, text: Text) -> str:
-    """Describe a text in one line, and each bad shard in another one."""
+    """Describe `train` or `valid` in one line; warn in others of bad shards, and where much of it is too long."""
     skipped, damage = text.skipped, text.damage
     reasons = (
         (skipped.too_long, "too long"), (skipped.too_short, "of one word"), (skipped.blank, "blank"),
@@ -310,4 +312,11 @@ def describe(name: str, text: Text) -> str:
     left_out = ", ".join(f"{count:,} {reason}" for count, reason in reasons if count)
     line = f"{name}: {text.lines:,} sentences, {text.words:,} {text.unit}, {text.remark}"
     line += f" (left out: {left_out})" if left_out else ""
-    return "\n".join([line, *(f"warning: {message}; left out (on_error: skip)" for message in damage.files)])
+    warnings = [f"{message}; left out (on_error: skip)" for message in damage.files]
+    too_long = skipped.too_long / max(1, text.lines + skipped.too_long)
+    if too_long > MOST_TOO_LONG:
+        setting = "data.max_length" if name == "train" else "evaluation.max_length"
+        counts = ", which counts pieces, not words" if text.unit == "pieces" else ""
+        share = f"{percent(too_long)} of its sentences have more {text.unit} than {setting}"
+        warnings.append(f"{name}: {share}{counts}, and are left out")
+    return "\n".join([line, *(f"warning: {message}" for message in warnings)])

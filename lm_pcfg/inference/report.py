@@ -18,7 +18,6 @@ import yaml
 
 from lm_pcfg.corpus.pieces import KIND
 from lm_pcfg.corpus.text import read_bounded
-from lm_pcfg.corpus.unknown import WARN_FROM, percent
 from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE
 from lm_pcfg.errors import UserError
 from lm_pcfg.storage.metrics_file import read_metrics
@@ -40,7 +39,10 @@ class Point:
 class Run:
     name: str
     unit: str | None = None  # what perplexities and speeds are per: words or pieces; None: not known
+    types: int | None = None  # of the vocabulary
+    settings: dict[str, Any] = field(default_factory=dict)  # by section and name, as they stand in its config
     unknown_share: float | None = None  # of the words (or pieces) of the validation text
+    valid_tokens: int | None = None  # of the validation text, if all of its sentences have a probability
     nonterminals: int | None = None
     epochs_planned: int | None = None
     finished: bool = False
@@ -100,9 +102,9 @@ def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
         raise UserError(
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl; give one like runs/tiny"
         )
-    run = Run(name, _unit(folder / "vocab"), finished=(folder / "FINISHED").exists())
+    run = Run(name, *_unit_and_types(folder / "vocab"), finished=(folder / "FINISHED").exists())
     run.folder, run.failure = folder, failure_of(folder)
-    settings = _read_config(config, warn)
+    settings = run.settings = _read_config(config, warn)
     run.nonterminals = _whole(settings, "model", "nonterminals")
     run.epochs_planned = _whole(settings, "training", "epochs")
     lines: list[dict[str, Any]] = []
@@ -120,13 +122,14 @@ def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
     return run
 
 
-def _unit(vocabulary: Path) -> str | None:
-    """Return what a run's vocabulary is of; None if that cannot be read."""
+def _unit_and_types(vocabulary: Path) -> tuple[str | None, int | None]:
+    """Return what a run's vocabulary is of, and how many of them it has; None for what cannot be read."""
     try:
         description = json.loads(read_bounded(vocabulary / DESCRIPTION_FILE))
-        return "pieces" if description.get("kind") == KIND else "words"
+        types = description.get("types")
+        return "pieces" if description.get("kind") == KIND else "words", types if isinstance(types, int) else None
     except (OSError, ValueError, RecursionError, AttributeError):
-        return None
+        return None, None
 
 
 def _read_config(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
@@ -165,6 +168,8 @@ def _add(run: Run, line: dict[str, Any], previous: dict[str, Any] | None) -> Non
     if isinstance(line.get("valid/ppl"), int | float):
         impossible = int(_number(line, "valid/impossible") or 0)
         run.unknown_share = _number(line, "valid/unknown_share")
+        tokens = _number(line, "valid/tokens")
+        run.valid_tokens = None if tokens is None or impossible else int(tokens)
         s_f1 = _number(line, "valid/s_f1")
         run.valid.append(Point(run.steps, run.seconds, float(line["valid/ppl"]), impossible, s_f1=s_f1))
 
@@ -266,14 +271,3 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     return "\n".join("  ".join(row) for row in padded)
-
-
-def incomparable(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Say why the perplexities of these runs should not be compared."""
-    reasons = []
-    if len({line["unit"] for line in lines if line["unit"]}) > 1:
-        reasons.append("perplexities per word and per piece cannot be compared: `lm_pcfg score` has ppl_per_word")
-    if many := [line["run"] for line in lines if (line["unknown_share"] or 0.0) >= WARN_FROM]:
-        unknown = f"{percent(WARN_FROM)} or more of the validation text is unknown"
-        reasons.append(f"{', '.join(many)}: {unknown}; perplexities are only comparable with the same vocabulary")
-    return reasons

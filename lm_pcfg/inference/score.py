@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class TextScore:
     literal_unknown: int = 0  # `<unk>` that are written in the text
     is_scored: bytearray = field(default_factory=bytearray)  # for every line: 1 if it is in the sums, else 0
     statistics: Statistics = field(default_factory=Statistics)  # of all grammars of a mixture together
+    digest: Any = field(default_factory=hashlib.sha256)  # of the words of all lines: which text it was
     bounds: Bounds | None = None  # of a compound model, whose sums here are of the evidence lower bound
 
     @property
@@ -49,15 +51,15 @@ class TextScore:
 
     @property
     def perplexity_per_word(self) -> float:
-        """Vocabularies can be compared by this one, if they know the words. An end of line is a word, as in `total`."""
+        """Vocabularies can be compared by this one, if they know the words. An end of line is a word, as in `total`.
+
+        It is a lower bound if words are unknown: to write them would cost more than the `<unk>` that was predicted.
+        """
         return CorpusScore(math.fsum(self.nlls), self.words, self.lines, impossible=0).perplexity
 
     @property
     def perplexity_per_byte(self) -> float:
-        """Vocabularies can be compared by this one. The end of a line counts as one byte, its newline.
-
-        It is a lower bound if words are unknown: to write them would cost more than the `<unk>` that was predicted.
-        """
+        """The same per byte, and likewise a lower bound. The end of a line counts as one byte, its newline."""
         return CorpusScore(math.fsum(self.nlls), self.bytes, self.lines, impossible=0).perplexity
 
     def unknown(self, unit: str) -> Unknown:
@@ -129,14 +131,16 @@ def score_lines(
     )  # fmt: skip
     for line in lines:
         value = line.value if not line.skipped else None if line.skipped == "blank" else -math.inf
+        words = line.text.split()
+        text = " ".join(words).encode("utf-8")
+        result.digest.update(text + b"\n")
         if line.value == -math.inf:
             warnings.add("impossible", f"{name}, line {line.number}: probability 0, skipped")
         elif line.value is not None:
-            words = line.text.split()
             result.words += len(words)
             result.unknown_words += line.unknown
             result.literal_unknown += line.literal
-            result.bytes += len(" ".join(words).encode("utf-8"))
+            result.bytes += len(text)
         result.blank += value is None
         result.skipped += value == -math.inf
         result.is_scored.append(value is not None and math.isfinite(value))
@@ -157,6 +161,8 @@ def score_report(
     if not total.lines:
         why = f"{result.skipped} skipped" if result.skipped else "it is empty" if not result.blank else "all blank"
         raise UserError(f"{display_name(source)}: no line could be scored ({why})")
+    # The evidence lower bound of a compound model makes the figures larger: then they bound nothing.
+    is_lower_bound = result.unknown_words > 0 and result.bounds is None
     report = {
         "file": source,
         "checkpoint": " + ".join(str(one.checkpoint) for one in mixture),
@@ -170,9 +176,9 @@ def score_report(
         "unit": mixture[0].vocabulary.unit,
         "ppl": total.perplexity,
         "ppl_per_word": result.perplexity_per_word,
+        "ppl_per_word_is_lower_bound": is_lower_bound,
         "ppl_per_byte": result.perplexity_per_byte,
-        # The evidence lower bound of a compound model makes it larger: then it bounds nothing.
-        "ppl_per_byte_is_lower_bound": result.unknown_words > 0 and result.bounds is None,
+        "ppl_per_byte_is_lower_bound": is_lower_bound,
         "ppl_words": perplexity(total.nll / result.words),
         "skipped": result.skipped,
         **result.unknown(mixture[0].vocabulary.unit).report(),

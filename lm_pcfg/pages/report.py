@@ -9,6 +9,7 @@ from importlib.metadata import version
 from lm_pcfg.bench import plot
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference import report as reports
+from lm_pcfg.inference.comparison import incomparable, incomparable_losses
 from lm_pcfg.inference.model import load_model
 from lm_pcfg.inference.report import Run
 from lm_pcfg.pages import model_parts, run_facts
@@ -53,8 +54,8 @@ def report_page(
 def _figures(runs: Sequence[Run], reach: float | None) -> str:
     lines = [reports.summary(run, reach) for run in runs]
     columns, rows = reports.cells(lines)
-    notes = "".join(missing(reason) for reason in [*reports.failures(lines), *reports.incomparable(lines)])
-    return run_facts.comparison_notes(runs) + notes + table(columns, rows, cards=True)
+    notes = [*reports.failures(lines), *incomparable(runs), *incomparable_losses(runs)]
+    return "".join(map(missing, notes)) + table(columns, rows, cards=True)
 
 
 def _curves(runs: Sequence[Run]) -> str:

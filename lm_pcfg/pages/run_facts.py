@@ -1,4 +1,4 @@
-"""What is known of runs apart from their curves: their settings, what they ran on, whether they can be compared.
+"""What is known of runs apart from their curves: their settings, and what they ran on.
 
 Everything is read from the run folders as it stands there, so that runs of other versions, and damaged ones, are shown.
 """
@@ -144,39 +144,7 @@ def environment_facts(run: Run) -> dict[str, str]:
     return facts
 
 
-# ---- can they be compared? ------------------------------------------------------------------------------------------
-
-
-def comparison_notes(runs: Sequence[Run]) -> str:
-    """Warn where figures that stand side by side do not mean the same."""
-    notes = []
-    for what, values, unlike in (
-        ("vocabularies", [_vocabulary(run) for run in runs], "their perplexities cannot be compared"),
-        ("validation texts", [_setting(run, "data.valid") for run in runs], "their perplexities cannot be compared"),
-        ("units of the loss (loss.normalise)", [_setting(run, "loss.normalise") for run in runs],
-         "their losses cannot be compared"),
-    ):  # fmt: skip
-        if len({value for value in values if value is not None}) > 1:
-            notes.append(paragraph(f"These runs have different {what}: {unlike}.", "missing"))
-    return "".join(notes)
-
-
 def loss_unit(runs: Sequence[Run]) -> str:
     """What the loss is counted in; "" where runs differ or do not tell."""
-    units = {_setting(run, "loss.normalise") for run in runs}
-    return (
-        {"sentences": "nats a sentence", "tokens": "nats a token"}.get(str(units.pop()), "") if len(units) == 1 else ""
-    )
-
-
-def _setting(run: Run, name: str) -> str | None:
-    try:
-        settings = read_settings(run)
-    except UserError:
-        return None
-    return _shown(settings[name]) if name in settings else None
-
-
-def _vocabulary(run: Run) -> str | None:
-    found = read_object(run, "vocab/vocabulary.json") or {}
-    return str(found["sha256"]) if "sha256" in found else None
+    units = {str(run.settings.get("loss", {}).get("normalise")) for run in runs}
+    return {"sentences": "nats a sentence", "tokens": "nats a token"}.get(units.pop(), "") if len(units) == 1 else ""

@@ -15,6 +15,7 @@ from lm_pcfg.commands.output import (
     PrecisionOption,
     ThreadsOption,
     WeightsOption,
+    for_people,
     print_json,
     print_table,
 )
@@ -67,6 +68,8 @@ def score(
         result = TextScore(bounds=bounds_wanted(mixture, samples, seed))
         own = mixture[0].checkpoint
         given = {"root": root, "weights": weights, "precision": precision, "max_length": max_length, "samples": samples}
+        drawn = {"seed": seed} if result.bounds is not None else {}
+        given |= drawn
         usual = signature(score).parameters
         how = {option: value for option, value in given.items() if value != usual[option].default}
         # An export inside a run is another model than the run's.
@@ -90,7 +93,8 @@ def score(
                 print_report(report, result.bounds is not None, sys.stderr if per_sentence else sys.stdout)
             if log is not None:
                 sys.stdout.flush()  # the result does not wait for MLflow
-                log.send(score_name(file, **how), mixture[0].state["step"], report, warn)
+                of_text = {"text_hash": result.digest.hexdigest(), **drawn}
+                log.send(score_name(file, **how), mixture[0].state["step"], report | of_text, warn)
 
 
 def print_report(report: dict[str, Any], is_bound: bool, out: TextIO) -> None:
@@ -100,18 +104,8 @@ def print_report(report: dict[str, Any], is_bound: bool, out: TextIO) -> None:
         print(bounds_for_people(report), file=out)
     if "best_possible_ppl" in report:
         best, own = report["best_possible_ppl"], report["ppl_per_word"]  # the embedded corpus is made of words
-        perplexity = "perplexity at most" if is_bound else "perplexity"
-        print(f"{perplexity} {own:.3f}, best possible {best:.3f}, ratio {own / best:.4f}", file=out)
-
-
-def for_people(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the same with lower bounds and shares as people write them."""
-    from lm_pcfg.corpus.unknown import percent
-
-    shown = {name: value for name, value in report.items() if name != "ppl_per_byte_is_lower_bound"}
-    if report["ppl_per_byte_is_lower_bound"]:
-        shown["ppl_per_byte"] = f">= {report['ppl_per_byte']:,.4f}"  # unknown words cost more than <unk>
-    return shown | {"unknown_share": percent(report["unknown_share"])}
+        bound = "at most " if is_bound else "at least " if report["ppl_per_word_is_lower_bound"] else ""
+        print(f"perplexity {bound}{own:.3f}, best possible {best:.3f}, ratio {bound}{own / best:.4f}", file=out)
 
 
 def bounds_for_people(report: dict[str, Any]) -> str:
