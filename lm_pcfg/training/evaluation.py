@@ -5,6 +5,7 @@ Processes share the work; the result is the same, bit for bit.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import time
@@ -92,6 +93,18 @@ def is_due(settings: EvaluationSection, step: int, stream: BatchStream, epoch: i
     done = batches if after["epoch"] > epoch else after["batch"]
     passed = [math.floor((epoch + part / batches) / settings.every_epochs + 1e-9) for part in (batch_before, done)]
     return passed[1] > passed[0]
+
+
+def measured_on(corpora: Corpora, settings: Settings) -> str | None:
+    """Return a fingerprint of the text, and of trees, that decide which checkpoint is the best; None: there is none.
+
+    Figures of other lines cannot be compared with those so far.
+    """
+    if corpora.valid is None:
+        return None
+    if settings.evaluation.select != "trees":
+        return corpora.valid.fingerprint
+    return hashlib.sha256(f"{corpora.valid.fingerprint} {corpora.trees}".encode()).hexdigest()
 
 
 class _Interrupted(Exception):

@@ -26,12 +26,13 @@ from lm_pcfg.storage.metrics_file import MetricsFile
 from lm_pcfg.storage.run_folder import FAILED, FINISHED, RunFolder, Start, claim_start
 from lm_pcfg.storage.saving import Saver
 from lm_pcfg.training.documents import documents, open_vocabulary
-from lm_pcfg.training.evaluation import evaluate, is_due
+from lm_pcfg.training.evaluation import evaluate, is_due, measured_on
 from lm_pcfg.training.mlflow_run import Status, environment_json
 from lm_pcfg.training.position import Window
 from lm_pcfg.training.resumption import (
     Changes,
     changes_since,
+    forget_other_best,
     good_checkpoint,
     how_to_continue,
     refusal_explained,
@@ -78,6 +79,7 @@ def train(settings: Settings) -> Path:
         same_run = source is not None and checkpoint.run_folder_of(source) == start.folder.resolve()
         with refusal_explained(changes):
             continued = restore(steps, source, same_run=same_run) if source is not None else None
+        forgotten = forget_other_best(steps, changes, start.folder) if same_run else ""
         finished = engine.on_main(lambda: folder.finished) if same_run and nothing_left(steps) else None
         if finished is not None:
             if engine.is_main:
@@ -92,7 +94,7 @@ def train(settings: Settings) -> Path:
                 shards = steps.computation.shards
                 emission = f", emission in {shards.count} shards" if shards is not None else ""
                 say(f"run {start.folder}{where}: {description}{emission}")
-                tell_changes(changes, kept, continued, steps.stream.plan.fingerprint)
+                tell_changes(changes, kept, continued, steps.stream.plan.fingerprint, forgotten)
             Trainer(steps, folder, stop, continued if same_run else None).run()
         engine.close_at_exit()
     return start.folder
@@ -295,6 +297,7 @@ class Trainer:
         score = result.score
         nll = score.nll / score.tokens if score.tokens else None
         by_trees = self.settings.evaluation.select == "trees"
+        self.position.validated = measured_on(self.corpora, self.settings) or ""
         improved = self.position.take_evaluation(nll, score.impossible, result.s_f1 if by_trees else None)
         self._record(result.metrics())
         if improved and self.engine.is_main:

@@ -36,6 +36,8 @@ class Position:
     best_impossible: int = 0  # sentences of it with probability 0, which are in no sum
     best_step: int | None = None
     best_s_f1: float | None = None  # of gold trees, where they decide
+    validated: str = ""  # fingerprint of what the evaluations are of; earlier versions kept none
+    former_best: int | None = None  # the best step by another measure, which was forgotten; its checkpoint stays
     evaluation_pending: bool = False  # due after this step and not done yet
     evaluations_since_best: int = 0
     skipped: int = 0
@@ -105,7 +107,7 @@ class Position:
 
     def forget_best(self) -> None:
         self.best_nll, self.best_impossible, self.best_step, self.evaluations_since_best = None, 0, None, 0
-        self.best_s_f1, self.ranking = None, []
+        self.best_s_f1, self.ranking, self.former_best = None, [], None
 
     def best_metrics(self) -> dict[str, float]:
         """Return the figures of the best evaluation, under names of their own."""
@@ -115,8 +117,9 @@ class Position:
         return best if self.best_s_f1 is None else best | {"best/s_f1": self.best_s_f1}
 
     def best_steps(self, count: int) -> list[int]:
-        """Return the steps of the best evaluations, best first."""
-        return [int(step) for _, _, step in self.ranking[:count]]
+        """Return the steps whose checkpoints stay: of the best evaluations, best first, and the best of before."""
+        former = [] if self.former_best is None else [self.former_best]
+        return [int(step) for _, _, step in self.ranking[:count]] + former
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Position:
