@@ -22,7 +22,7 @@ from lm_pcfg.storage import checkpoint, run_folder
 from lm_pcfg.storage.metrics_file import read_metrics
 from lm_pcfg.storage.run_folder import RunFolder, earlier_configs
 from lm_pcfg.training import loop, resumption
-from lm_pcfg.training.position import Position
+from lm_pcfg.training.position import Position, figure
 from texts import write_config, write_text
 
 SHORT = {"training": {"epochs": 9, "max_steps": 8, "log_every": 4}, "data": {"valid": None}}
@@ -347,6 +347,33 @@ def test_the_failure_of_a_diverged_run_cannot_be_removed(tmp_path):
     assert str(second.value) == str(first.value)
     assert (run / "FAILED").exists()
     assert not (run / "FINISHED").exists()
+
+
+def test_a_run_that_ends_far_above_the_vocabularys_size_fails(tmp_path, capsys):
+    """Its figures are finite. The checkpoint of the first evaluation is no better: none to go back to."""
+    settings = ["optimizer.learning_rate=0.3", f"data.valid={tmp_path / 'valid.txt'}", "evaluation.every_steps=4"]
+    why = r"at its end, step 8, the validation perplexity, \S+, is more than 10 times the vocabulary's size, 17"
+    with pytest.raises(loop.TrainingStopped, match=f"{why}; checkpoint to go back to: none"):
+        train(tmp_path, *settings)
+    run = tmp_path / "runs" / "small"
+    assert (run / "checkpoints" / "step-00000004").is_dir()
+    assert (run / "FAILED").exists()
+    assert capsys.readouterr().err.count("warning: the validation perplexity, ") == 2
+
+
+def test_how_far_above_the_vocabularys_size_divergence_begins():
+    position = Position(step=1)
+    position.take_evaluation(math.log(9_999), 0, None, 1_000)
+    assert position.divergence() == ""
+    position.take_evaluation(math.log(86_518_435_096.718), 0, None, 1_726)
+    why = "the validation perplexity, 8.65e+10, is more than 10 times the vocabulary's size, 1,726"
+    assert position.divergence() == why
+    assert Position(best_nll=math.log(2e6), best_step=3).describe_best(" (so)") == (
+        ", best validation perplexity 2.00e+06 (so) at step 3"
+    )
+    assert [figure(value) for value in (117.3694, 999_999.0, math.inf, math.nan)] == [
+        "117.369", "999999.000", "inf", "nan",
+    ]  # fmt: skip
 
 
 def test_a_run_without_a_validation_text_fails_if_it_diverges(tmp_path):

@@ -648,7 +648,7 @@ def test_the_best_is_saved_even_if_an_update_was_skipped_just_before(tmp_path, m
             self.position.skipped_in_a_row = 0
         return applied
 
-    def ranked(self, nll, impossible, s_f1=None):
+    def ranked(self, nll, impossible, s_f1=None, types=None):
         return take(self, next(values), impossible)
 
     take = Position.take_evaluation

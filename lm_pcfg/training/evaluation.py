@@ -31,6 +31,7 @@ from lm_pcfg.grammar.computation import EXACT
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_probabilities
 from lm_pcfg.grammar.parsing import Parser, mbr_trees
 from lm_pcfg.settings import EvaluationSection, Settings
+from lm_pcfg.training.position import figure
 
 LABELS = 5  # the most frequent ones, whose recall is logged
 
@@ -79,7 +80,7 @@ class Evaluation:
     def describe(self) -> str:
         impossible = f", {self.score.impossible} sentences with probability 0" if self.score.impossible else ""
         trees = f", S-F1 {self.s_f1:.2f}" if self.s_f1 is not None else ""
-        return f"validation perplexity {self.score.perplexity:.3f}, {self.unknown.brief}{impossible}{trees}"
+        return f"validation perplexity {figure(self.score.perplexity)}, {self.unknown.brief}{impossible}{trees}"
 
 
 def is_due(settings: EvaluationSection, step: int, stream: BatchStream, epoch: int, batch_before: int) -> bool:

@@ -28,7 +28,7 @@ from lm_pcfg.storage.saving import Saver
 from lm_pcfg.training.documents import documents, open_vocabulary
 from lm_pcfg.training.evaluation import evaluate, is_due, measured_on
 from lm_pcfg.training.mlflow_run import Status, environment_json
-from lm_pcfg.training.position import Window
+from lm_pcfg.training.position import Window, figure
 from lm_pcfg.training.resumption import (
     Changes,
     changes_since,
@@ -229,18 +229,11 @@ class Trainer:
         if position.step != self._saved_step:
             self._save()
         self._report_skipped(bar)
-        best = ""
-        if position.best_nll is not None:
-            ppl, trees = perplexity(position.best_nll), position.best_s_f1
-            valid = f"validation perplexity {ppl:.3f}{self._unknown()}"
-            best = f", best {valid} at step {position.best_step}"
-            if trees is not None:
-                best = f", best S-F1 {trees:.2f} at step {position.best_step} ({valid})"
         if position.evaluation_pending:  # the stop came at the very last step
             return False, f"stopped by {stop.received or 'another process'} before the last evaluation"
         self.engine.on_main(self._stop_if_diverged)
         why = "no improvement" if out_of_patience(steps) else "finished"
-        return True, f"{why} after step {position.step}{best}"
+        return True, f"{why} after step {position.step}{position.describe_best(self._unknown())}"
 
     def _unknown(self) -> str:
         """What stands beside a validation perplexity, if words of that text are unknown."""
@@ -298,15 +291,17 @@ class Trainer:
         nll = score.nll / score.tokens if score.tokens else None
         by_trees = self.settings.evaluation.select == "trees"
         self.position.validated = measured_on(self.corpora, self.settings) or ""
-        improved = self.position.take_evaluation(nll, score.impossible, result.s_f1 if by_trees else None)
+        improved = self.position.take_evaluation(
+            nll, score.impossible, result.s_f1 if by_trees else None, len(self.corpora.vocabulary)
+        )
         self._record(result.metrics())
         if improved and self.engine.is_main:
             self.tracker.log(self.position.step, self.position.best_metrics())  # a column to sort runs by
         if self.engine.is_main:
             mark = "  best so far" if improved else ""
             bar.message(f"step {self.position.step}: {result.describe()} ({duration(result.seconds)}){mark}")
-            if result.warning:
-                bar.message(f"warning: {result.warning}")
+            for warning in filter(None, (result.warning, self.position.diverged)):
+                bar.message(f"warning: {warning}")
         return True
 
     def _take_time(self) -> None:
@@ -360,7 +355,7 @@ class Trainer:
         if window.steps == window.skipped or not tokens:
             return ""
         loss = window.nll / self._normaliser(window)
-        return f"epoch {epoch + 1}  loss {loss:.4f}  ppl {perplexity(window.nll / tokens):.2f}"
+        return f"epoch {epoch + 1}  loss {loss:.4f}  ppl {figure(perplexity(window.nll / tokens), 2)}"
 
     def _normaliser(self, window: Window) -> float:
         by_tokens = self.settings.loss.normalise == "tokens"
