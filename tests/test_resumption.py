@@ -271,13 +271,13 @@ def test_earlier_configs_are_kept_once_and_not_without_end(tmp_path, monkeypatch
 
 
 class Tracker:
-    status = ""
+    status, waited = "", 0.0
 
     def log(self, step, metrics):
         pass
 
     def finish(self, status, timeout=0.0):
-        self.status = status
+        self.status, self.waited = status, timeout
 
 
 def test_a_run_that_diverges_fails(tmp_path, monkeypatch):
@@ -295,6 +295,7 @@ def test_a_run_that_diverges_fails(tmp_path, monkeypatch):
     assert (run / "FAILED").read_text() == error.removeprefix("lm_pcfg: error: ") + "\n"
     assert not (run / "FINISHED").exists()
     assert tracker.status == "FAILED"
+    assert 10.0 <= tracker.waited <= 20.0  # a run of a few seconds has its MLflow still to import
 
 
 @pytest.mark.parametrize(

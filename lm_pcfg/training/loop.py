@@ -48,7 +48,7 @@ from lm_pcfg.training.tracking import track
 SECONDS_BETWEEN_GLANCES = 10.0  # at the loss, where lines of metrics are rare
 MOST_SKIPPED_IN_A_ROW = 20  # updates that are not finite, before a run stops
 SECONDS_FOR_TRACKING = 20.0  # that the end of a run waits for a slow MLflow server
-SECONDS_FOR_TRACKING_AFTER_FAILURE = 2.0  # the error comes after it
+SECONDS_FOR_TRACKING_AFTER_FAILURE = 15.0  # the error comes after it; the import of MLflow and a new store take 5
 
 
 class TrainingStopped(UserError):
