@@ -439,6 +439,16 @@ def test_a_run_that_failed_is_left_alone(run, monkeypatch):
     assert verify(run).damaged == [f"{run / 'FAILED'} is damaged"]
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_can_only_begin_anew(tmp_path):
+    (tmp_path / "FAILED").write_text("it diverged\n")
+    start = run_folder.Start(tmp_path, continued=True)
+    with pytest.raises(UserError, match=r"remove .*/FAILED to begin anew in this folder$"):
+        start.find_checkpoint(pytest.fail)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"remove .*/FAILED to continue from its last checkpoint$"):
+        start.find_checkpoint(pytest.fail)
+
+
 @pytest.mark.parametrize("way", ["removed", "the checkpoint is named"])
 def test_a_run_that_failed_can_be_continued_on_purpose(run, way):
     (run / "FAILED").write_text("it diverged\n")
