@@ -198,13 +198,15 @@ class Trainer:
     def _loop(self, bar: Progress) -> tuple[bool, str]:
         """Train to the end or to a stop; return whether the run finished, and the reason in words."""
         settings, position, stop, steps = self.settings, self.position, self.stop, self.steps
-        self._clock = time.perf_counter()
+        self._clock, epoch = time.perf_counter(), steps.stream.epoch
         if position.evaluation_pending and self._evaluate(bar):  # the run was stopped before this evaluation
             self._save()
         while position.step < steps.total_steps and not out_of_patience(steps):
             if self._stop_agreed():
                 if position.evaluation_pending or position.step != self._saved_step:
                     self._save()
+                if position.window.steps:  # a resume drops this line, which comes after the checkpoint's, and sums on
+                    self._log_window(epoch)
                 return False, f"stopped by {stop.received or 'another process'} after step {position.step}"
             epoch, batch_of_epoch = steps.stream.epoch, steps.stream.state()["batch"]
             steps.next()
