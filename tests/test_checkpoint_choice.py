@@ -172,8 +172,14 @@ class TestResolve:
         assert "neither a run nor a checkpoint folder" in message(runs / "new")
         (runs / "new" / "config.yaml").touch()
         assert "has no checkpoint yet" in message(runs / "new")
-        assert "does not exist" in message(runs / "nowhere")
+        # Some commands have an argument for it, others the option --checkpoint.
+        assert (
+            message(runs / "nowhere") == f"{runs}/nowhere does not exist: name the folder of a run or of a checkpoint"
+        )
+        assert message(runs / "new").endswith("or name another")
         assert "is not a folder" in message(runs / "new" / "config.yaml")
+        (runs / "new" / "FAILED").write_text("it diverged\n")
+        assert message(runs / "new") == f"{runs}/new has no checkpoint: it has FAILED (it diverged)"
 
 
 class TestBesideATraining:

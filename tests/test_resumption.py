@@ -22,7 +22,7 @@ from lm_pcfg.storage import checkpoint, run_folder
 from lm_pcfg.storage.metrics_file import read_metrics
 from lm_pcfg.storage.run_folder import RunFolder, earlier_configs
 from lm_pcfg.training import loop, resumption
-from lm_pcfg.training.position import Position
+from lm_pcfg.training.position import Position, figure
 from texts import write_config, write_text
 
 SHORT = {"training": {"epochs": 9, "max_steps": 8, "log_every": 4}, "data": {"valid": None}}
@@ -271,13 +271,13 @@ def test_earlier_configs_are_kept_once_and_not_without_end(tmp_path, monkeypatch
 
 
 class Tracker:
-    status = ""
+    status, waited = "", 0.0
 
     def log(self, step, metrics):
         pass
 
     def finish(self, status, timeout=0.0):
-        self.status = status
+        self.status, self.waited = status, timeout
 
 
 def test_a_run_that_diverges_fails(tmp_path, monkeypatch):
@@ -295,6 +295,7 @@ def test_a_run_that_diverges_fails(tmp_path, monkeypatch):
     assert (run / "FAILED").read_text() == error.removeprefix("lm_pcfg: error: ") + "\n"
     assert not (run / "FINISHED").exists()
     assert tracker.status == "FAILED"
+    assert 10.0 <= tracker.waited <= 20.0  # a run of a few seconds has its MLflow still to import
 
 
 @pytest.mark.parametrize(
@@ -347,6 +348,33 @@ def test_the_failure_of_a_diverged_run_cannot_be_removed(tmp_path):
     assert str(second.value) == str(first.value)
     assert (run / "FAILED").exists()
     assert not (run / "FINISHED").exists()
+
+
+def test_a_run_that_ends_far_above_the_vocabularys_size_fails(tmp_path, capsys):
+    """Its figures are finite. The checkpoint of the first evaluation is no better: none to go back to."""
+    settings = ["optimizer.learning_rate=0.3", f"data.valid={tmp_path / 'valid.txt'}", "evaluation.every_steps=4"]
+    why = r"at its end, step 8, the validation perplexity, \S+, is more than 10 times the vocabulary's size, 17"
+    with pytest.raises(loop.TrainingStopped, match=f"{why}; checkpoint to go back to: none"):
+        train(tmp_path, *settings)
+    run = tmp_path / "runs" / "small"
+    assert (run / "checkpoints" / "step-00000004").is_dir()
+    assert (run / "FAILED").exists()
+    assert capsys.readouterr().err.count("warning: the validation perplexity, ") == 2
+
+
+def test_how_far_above_the_vocabularys_size_divergence_begins():
+    position = Position(step=1)
+    position.take_evaluation(math.log(9_999), 0, None, 1_000)
+    assert position.divergence() == ""
+    position.take_evaluation(math.log(86_518_435_096.718), 0, None, 1_726)
+    why = "the validation perplexity, 8.65e+10, is more than 10 times the vocabulary's size, 1,726"
+    assert position.divergence() == why
+    assert Position(best_nll=math.log(2e6), best_step=3).describe_best(" (so)") == (
+        ", best validation perplexity 2.00e+06 (so) at step 3"
+    )
+    assert [figure(value) for value in (117.3694, 999_999.0, math.inf, math.nan)] == [
+        "117.369", "999999.000", "inf", "nan",
+    ]  # fmt: skip
 
 
 def test_a_run_without_a_validation_text_fails_if_it_diverges(tmp_path):
@@ -409,6 +437,16 @@ def test_a_run_that_failed_is_left_alone(run, monkeypatch):
     assert verify(run).damaged == []
     (run / "FAILED").write_bytes(b"\xff\x00")
     assert verify(run).damaged == [f"{run / 'FAILED'} is damaged"]
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_can_only_begin_anew(tmp_path):
+    (tmp_path / "FAILED").write_text("it diverged\n")
+    start = run_folder.Start(tmp_path, continued=True)
+    with pytest.raises(UserError, match=r"remove .*/FAILED to begin anew in this folder$"):
+        start.find_checkpoint(pytest.fail)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"remove .*/FAILED to continue from its last checkpoint$"):
+        start.find_checkpoint(pytest.fail)
 
 
 @pytest.mark.parametrize("way", ["removed", "the checkpoint is named"])

@@ -81,6 +81,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path, monkeypatch, whole, steps
         stopped = run(tmp_path, name="stopped", **EVERYTHING_ON)
     assert not (stopped / "FINISHED").exists()
     assert checkpoint.verify(checkpoint.latest(stopped))["step"] == steps
+    assert metrics_without_times(stopped)[-1]["step"] == steps  # `report` counts them; a resume writes them again
     again = run(tmp_path, "resume=auto", name="stopped", **EVERYTHING_ON)
     assert again == stopped
     assert (again / "FINISHED").exists()
@@ -648,7 +649,7 @@ def test_the_best_is_saved_even_if_an_update_was_skipped_just_before(tmp_path, m
             self.position.skipped_in_a_row = 0
         return applied
 
-    def ranked(self, nll, impossible, s_f1=None):
+    def ranked(self, nll, impossible, s_f1=None, types=None):
         return take(self, next(values), impossible)
 
     take = Position.take_evaluation

@@ -31,6 +31,7 @@ from torch import Tensor
 from lm_pcfg.console import warn
 from lm_pcfg.errors import UserError
 from lm_pcfg.storage import durable
+from lm_pcfg.storage.notes import failure_of
 from lm_pcfg.storage.state_file import FORMAT, CheckpointError, read_state, state_bytes
 
 T = TypeVar("T")
@@ -331,13 +332,15 @@ def prune(run_folder: Path, keep_last: int, keep: Iterable[Path] = (), upto: int
 
 
 def resolve_checkpoint(
-    path: Path | None = None, runs: Path = Path("runs"), named_by: str = "--checkpoint"
+    path: Path | None = None, runs: Path = Path("runs"), named_by: str | None = None
 ) -> tuple[Path, Path]:
     """Return (run folder, checkpoint folder) to infer with, given a checkpoint, a run (best, else latest) or `best`.
 
-    None takes the run under `runs` whose newest checkpoint was written last. named_by: how the user gives the path.
+    None takes the run under `runs` whose newest checkpoint was written last. named_by: how the user gives the path, if
+    all do so in one way: commands have --checkpoint PATH, or an argument.
     """
-    ways_out = f"train one with `lm_pcfg train --config configs/tiny.yaml`, or name one with {named_by}"
+    by = f" with {named_by}" if named_by else "" if path else " with --checkpoint"
+    ways_out = f"train one with `lm_pcfg train --config configs/tiny.yaml`, or name {'another' if path else 'one'}{by}"
     if path is None:
         folders = [folder for folder in runs.iterdir() if folder.is_dir()] if runs.is_dir() else []
         if not folders:
@@ -348,7 +351,7 @@ def resolve_checkpoint(
         path = max(newest, key=lambda run: newest[run])
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}: name a run or checkpoint folder with {named_by}")
+        raise CheckpointError(f"{path} {what}: name the folder of a run or of a checkpoint{by}")
     if (path / STATE).exists() or _STEP_NAME.fullmatch(path.resolve().name):
         return run_folder_of(path.resolve()), path.resolve()
     if (path / EXPORTED).exists():
@@ -357,6 +360,8 @@ def resolve_checkpoint(
     checkpoint = best(path) or latest(path)
     if checkpoint is not None:
         return path.resolve(), checkpoint.resolve()
+    if (failure := failure_of(path)) is not None:
+        raise CheckpointError(f"{path} has no checkpoint: it has FAILED ({failure})")
     if (path / "config.yaml").exists() or (path / "checkpoints").is_dir():
         raise CheckpointError(f"{path} has no checkpoint yet: {ways_out}")
     raise CheckpointError(f"{path} is neither a run nor a checkpoint folder: {ways_out}")

@@ -18,14 +18,13 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings, former_names
 from lm_pcfg.storage import checkpoint, durable
 from lm_pcfg.storage.durable import replace_file
+from lm_pcfg.storage.notes import FAILED, FINISHED, failure_of, read_note
 
 LAST_CHECKPOINT = "last_checkpoint"
-FINISHED, FAILED = "FINISHED", "FAILED"  # how a run ended by itself: files that say why
 _EARLIER_CONFIG = re.compile(r"config\.([1-9][0-9]{0,8})\.yaml")
 _MOST_CONFIGS = 20  # that are kept: the first, and the newest
 _LARGEST_CONFIG = 1 << 20  # bytes; a few kilobytes are usual
 TRACKING_ID = "mlflow_run_id"
-_LARGEST_NOTE = 1 << 16  # bytes of a file of one line
 
 
 class Vocabulary(Protocol):
@@ -48,9 +47,11 @@ class Start:
         if not self.continued:
             return self.given
         if (failure := failure_of(self.folder)) is not None:
+            anew = checkpoint.latest(self.folder) is None and not had_checkpoint(self.folder)
+            end = "begin anew in this folder" if anew else "continue from its last checkpoint"
             raise UserError(
                 f"{self.folder} has FAILED and is left alone ({failure}); start another run with name=..., or remove "
-                f"{self.folder / FAILED} to continue from its last checkpoint"
+                f"{self.folder / FAILED} to {end}"
             )
         if own := checkpoint.find_resumable(self.folder, warn):
             return own
@@ -120,12 +121,6 @@ def had_checkpoint(folder: Path) -> bool:
     return any(os.path.lexists(folder / name) for name in (LAST_CHECKPOINT, "best"))
 
 
-def failure_of(folder: Path) -> str | None:
-    """Say why a run has failed for good, so that no restart continues it; None: it has not."""
-    file = folder / FAILED
-    return (_note(file) or "its reason cannot be read") if os.path.lexists(file) else None
-
-
 def unfinished(folder: Path) -> list[Path]:
     """Return the runs of this name, NAME, NAME-2, NAME-3 ..., that have neither finished nor failed."""
     ends = (FINISHED, FAILED)
@@ -143,7 +138,7 @@ def _started_from(folder: Path) -> Path | None:
     file = folder / "started_from"
     if not file.exists():
         return None
-    text = _note(file)
+    text = read_note(file)
     if not text:
         raise UserError(f"{file} is damaged: it should name a checkpoint; start over with resume=PATH and another name")
     checkpoint.verify(Path(text))
@@ -157,22 +152,13 @@ def none_left(folder: Path) -> str:
 def damaged_notes(folder: Path) -> list[str]:
     """Say which of the small files of a run cannot be read."""
     files = [folder / name for name in (TRACKING_ID, "started_from", LAST_CHECKPOINT, FAILED)]
-    return [f"{file} is damaged" for file in files if os.path.lexists(file) and not _note(file)]
-
-
-def _note(file: Path) -> str:
-    """Return the line of a small file; nothing if it is damaged."""
-    try:
-        text = os.fsdecode(durable.read_file(file, _LARGEST_NOTE)).removesuffix("\n")
-    except OSError:
-        return ""
-    return text if text.isprintable() else ""
+    return [f"{file} is damaged" for file in files if os.path.lexists(file) and not read_note(file)]
 
 
 def read_tracking_id(folder: Path) -> str | None:
     """The id of a run in MLflow; None if it has none, or one that is damaged."""
     file = folder / TRACKING_ID
-    run_id = _note(file) if file.exists() else ""
+    run_id = read_note(file) if file.exists() else ""
     return run_id if re.fullmatch(r"[0-9A-Za-z_-]+", run_id) else None
 
 
@@ -196,7 +182,7 @@ def _series(folder: Path) -> Iterator[Path]:
 
 def _launched_by(folder: Path) -> str:
     lock = folder / ".lock"
-    return _note(lock) if lock.exists() else ""
+    return read_note(lock) if lock.exists() else ""
 
 
 def _is_run(folder: Path) -> bool:
@@ -320,7 +306,7 @@ class RunFolder:
     @property
     def finished(self) -> str | None:
         """How the run has ended by itself; None: it has not."""
-        return _note(self.path / FINISHED) or None
+        return read_note(self.path / FINISHED) or None
 
     def mark(self, end: str, reason: str) -> None:
         """Say in the file FINISHED or FAILED why the run has ended by itself."""

@@ -90,6 +90,8 @@ class State(_Shape):
     best_impossible: Count = 0
     best_step: Count | None = None
     best_s_f1: Number | None = None
+    validated: str = Field(default="", max_length=1000)
+    former_best: Count | None = None
     evaluation_pending: bool = False
     evaluations_since_best: Count = 0
     skipped: Count = 0

@@ -5,6 +5,7 @@ Processes share the work; the result is the same, bit for bit.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import time
@@ -30,6 +31,7 @@ from lm_pcfg.grammar.computation import EXACT
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_probabilities
 from lm_pcfg.grammar.parsing import Parser, mbr_trees
 from lm_pcfg.settings import EvaluationSection, Settings
+from lm_pcfg.training.position import figure
 
 LABELS = 5  # the most frequent ones, whose recall is logged
 
@@ -78,7 +80,7 @@ class Evaluation:
     def describe(self) -> str:
         impossible = f", {self.score.impossible} sentences with probability 0" if self.score.impossible else ""
         trees = f", S-F1 {self.s_f1:.2f}" if self.s_f1 is not None else ""
-        return f"validation perplexity {self.score.perplexity:.3f}, {self.unknown.brief}{impossible}{trees}"
+        return f"validation perplexity {figure(self.score.perplexity)}, {self.unknown.brief}{impossible}{trees}"
 
 
 def is_due(settings: EvaluationSection, step: int, stream: BatchStream, epoch: int, batch_before: int) -> bool:
@@ -92,6 +94,18 @@ def is_due(settings: EvaluationSection, step: int, stream: BatchStream, epoch: i
     done = batches if after["epoch"] > epoch else after["batch"]
     passed = [math.floor((epoch + part / batches) / settings.every_epochs + 1e-9) for part in (batch_before, done)]
     return passed[1] > passed[0]
+
+
+def measured_on(corpora: Corpora, settings: Settings) -> str | None:
+    """Return a fingerprint of the text, and of trees, that decide which checkpoint is the best; None: there is none.
+
+    Figures of other lines cannot be compared with those so far.
+    """
+    if corpora.valid is None:
+        return None
+    if settings.evaluation.select != "trees":
+        return corpora.valid.fingerprint
+    return hashlib.sha256(f"{corpora.valid.fingerprint} {corpora.trees}".encode()).hexdigest()
 
 
 class _Interrupted(Exception):

@@ -26,12 +26,13 @@ from lm_pcfg.storage.metrics_file import MetricsFile
 from lm_pcfg.storage.run_folder import FAILED, FINISHED, RunFolder, Start, claim_start
 from lm_pcfg.storage.saving import Saver
 from lm_pcfg.training.documents import documents, open_vocabulary
-from lm_pcfg.training.evaluation import evaluate, is_due
+from lm_pcfg.training.evaluation import evaluate, is_due, measured_on
 from lm_pcfg.training.mlflow_run import Status, environment_json
-from lm_pcfg.training.position import Window
+from lm_pcfg.training.position import Window, figure
 from lm_pcfg.training.resumption import (
     Changes,
     changes_since,
+    forget_other_best,
     good_checkpoint,
     how_to_continue,
     refusal_explained,
@@ -47,7 +48,7 @@ from lm_pcfg.training.tracking import track
 SECONDS_BETWEEN_GLANCES = 10.0  # at the loss, where lines of metrics are rare
 MOST_SKIPPED_IN_A_ROW = 20  # updates that are not finite, before a run stops
 SECONDS_FOR_TRACKING = 20.0  # that the end of a run waits for a slow MLflow server
-SECONDS_FOR_TRACKING_AFTER_FAILURE = 2.0  # the error comes after it
+SECONDS_FOR_TRACKING_AFTER_FAILURE = 15.0  # the error comes after it; the import of MLflow and a new store take 5
 
 
 class TrainingStopped(UserError):
@@ -78,6 +79,7 @@ def train(settings: Settings) -> Path:
         same_run = source is not None and checkpoint.run_folder_of(source) == start.folder.resolve()
         with refusal_explained(changes):
             continued = restore(steps, source, same_run=same_run) if source is not None else None
+        forgotten = forget_other_best(steps, changes, start.folder) if same_run else ""
         finished = engine.on_main(lambda: folder.finished) if same_run and nothing_left(steps) else None
         if finished is not None:
             if engine.is_main:
@@ -92,7 +94,7 @@ def train(settings: Settings) -> Path:
                 shards = steps.computation.shards
                 emission = f", emission in {shards.count} shards" if shards is not None else ""
                 say(f"run {start.folder}{where}: {description}{emission}")
-                tell_changes(changes, kept, continued, steps.stream.plan.fingerprint)
+                tell_changes(changes, kept, continued, steps.stream.plan.fingerprint, forgotten)
             Trainer(steps, folder, stop, continued if same_run else None).run()
         engine.close_at_exit()
     return start.folder
@@ -196,13 +198,15 @@ class Trainer:
     def _loop(self, bar: Progress) -> tuple[bool, str]:
         """Train to the end or to a stop; return whether the run finished, and the reason in words."""
         settings, position, stop, steps = self.settings, self.position, self.stop, self.steps
-        self._clock = time.perf_counter()
+        self._clock, epoch = time.perf_counter(), steps.stream.epoch
         if position.evaluation_pending and self._evaluate(bar):  # the run was stopped before this evaluation
             self._save()
         while position.step < steps.total_steps and not out_of_patience(steps):
             if self._stop_agreed():
                 if position.evaluation_pending or position.step != self._saved_step:
                     self._save()
+                if position.window.steps:  # a resume drops this line, which comes after the checkpoint's, and sums on
+                    self._log_window(epoch)
                 return False, f"stopped by {stop.received or 'another process'} after step {position.step}"
             epoch, batch_of_epoch = steps.stream.epoch, steps.stream.state()["batch"]
             steps.next()
@@ -227,18 +231,11 @@ class Trainer:
         if position.step != self._saved_step:
             self._save()
         self._report_skipped(bar)
-        best = ""
-        if position.best_nll is not None:
-            ppl, trees = perplexity(position.best_nll), position.best_s_f1
-            valid = f"validation perplexity {ppl:.3f}{self._unknown()}"
-            best = f", best {valid} at step {position.best_step}"
-            if trees is not None:
-                best = f", best S-F1 {trees:.2f} at step {position.best_step} ({valid})"
         if position.evaluation_pending:  # the stop came at the very last step
             return False, f"stopped by {stop.received or 'another process'} before the last evaluation"
         self.engine.on_main(self._stop_if_diverged)
         why = "no improvement" if out_of_patience(steps) else "finished"
-        return True, f"{why} after step {position.step}{best}"
+        return True, f"{why} after step {position.step}{position.describe_best(self._unknown())}"
 
     def _unknown(self) -> str:
         """What stands beside a validation perplexity, if words of that text are unknown."""
@@ -295,15 +292,18 @@ class Trainer:
         score = result.score
         nll = score.nll / score.tokens if score.tokens else None
         by_trees = self.settings.evaluation.select == "trees"
-        improved = self.position.take_evaluation(nll, score.impossible, result.s_f1 if by_trees else None)
+        self.position.validated = measured_on(self.corpora, self.settings) or ""
+        improved = self.position.take_evaluation(
+            nll, score.impossible, result.s_f1 if by_trees else None, len(self.corpora.vocabulary)
+        )
         self._record(result.metrics())
         if improved and self.engine.is_main:
             self.tracker.log(self.position.step, self.position.best_metrics())  # a column to sort runs by
         if self.engine.is_main:
             mark = "  best so far" if improved else ""
             bar.message(f"step {self.position.step}: {result.describe()} ({duration(result.seconds)}){mark}")
-            if result.warning:
-                bar.message(f"warning: {result.warning}")
+            for warning in filter(None, (result.warning, self.position.diverged)):
+                bar.message(f"warning: {warning}")
         return True
 
     def _take_time(self) -> None:
@@ -357,7 +357,7 @@ class Trainer:
         if window.steps == window.skipped or not tokens:
             return ""
         loss = window.nll / self._normaliser(window)
-        return f"epoch {epoch + 1}  loss {loss:.4f}  ppl {perplexity(window.nll / tokens):.2f}"
+        return f"epoch {epoch + 1}  loss {loss:.4f}  ppl {figure(perplexity(window.nll / tokens), 2)}"
 
     def _normaliser(self, window: Window) -> float:
         by_tokens = self.settings.loss.normalise == "tokens"

@@ -11,6 +11,13 @@ from lm_pcfg.grammar.likelihood import perplexity
 _RANKED = 100  # more of the best checkpoints than anyone keeps
 _SEVERAL = 3  # updates in a row that are not finite: one alone may be a batch's fault
 _LOOKED_BACK = 20  # updates at the end of a run without a validation text
+_FAR = 10  # times the perplexity of a model that knows nothing, which is about the size of the vocabulary
+_LONG = 1e6  # figures from here on are told in short
+
+
+def figure(perplexity: float, decimals: int = 3) -> str:
+    """Return a perplexity for people: nobody reads all digits of one that is absurd."""
+    return f"{perplexity:.{decimals}f}" if perplexity < _LONG else f"{perplexity:.2e}"
 
 
 @dataclass
@@ -36,6 +43,8 @@ class Position:
     best_impossible: int = 0  # sentences of it with probability 0, which are in no sum
     best_step: int | None = None
     best_s_f1: float | None = None  # of gold trees, where they decide
+    validated: str = ""  # fingerprint of what the evaluations are of; earlier versions kept none
+    former_best: int | None = None  # the best step by another measure, which was forgotten; its checkpoint stays
     evaluation_pending: bool = False  # due after this step and not done yet
     evaluations_since_best: int = 0
     skipped: int = 0
@@ -48,13 +57,16 @@ class Position:
     ranking: list[list[float]] = field(default_factory=list)
     window: Window = field(default_factory=Window)
 
-    def take_evaluation(self, nll: float | None, impossible: int, s_f1: float | None = None) -> bool:
+    def take_evaluation(
+        self, nll: float | None, impossible: int, s_f1: float | None = None, types: int | None = None
+    ) -> bool:
         """Record an evaluation; return whether it is the best: fewest sentences of probability 0, then lowest nll.
 
         nll: per token; None if no sentence had a probability. s_f1: given where trees decide, the highest is the best.
+        types: the size of the vocabulary.
         """
         self.evaluation_pending = False
-        self.diverged = self._divergence_found(nll)
+        self.diverged = self._divergence_found(nll, types)
         self.evaluated_step = self.step
         first = float(impossible) if s_f1 is None else -s_f1
         before = (math.inf, math.inf)
@@ -79,12 +91,19 @@ class Position:
         self.skipped_in_a_row += 1
         self.skipped_steps = [*self.skipped_steps, self.step][-_LOOKED_BACK:]
 
-    def _divergence_found(self, nll: float | None) -> str:
-        """Say what an evaluation finds wrong; skipped updates count if there are no others since the one before."""
+    def _divergence_found(self, nll: float | None, types: int | None) -> str:
+        """Say what an evaluation finds wrong; skipped updates count if there are no others since the one before.
+
+        A finite perplexity can tell, too. That of an untrained model is about the vocabulary's size, as if it guessed
+        words; 10 times as much, also after a few steps, is that of a training with too large steps.
+        """
         if nll is None or not math.isfinite(nll):
             return "no sentence of the validation text has a finite probability"
         if self.skipped_in_a_row >= max(_SEVERAL, self.step - self.evaluated_step):
             return "no update since the evaluation before was finite"
+        if types is not None and perplexity(nll) > _FAR * types:
+            found = figure(perplexity(nll))
+            return f"the validation perplexity, {found}, is more than {_FAR} times the vocabulary's size, {types:,}"
         return self._nothing_learned()
 
     def _nothing_learned(self) -> str:
@@ -105,7 +124,7 @@ class Position:
 
     def forget_best(self) -> None:
         self.best_nll, self.best_impossible, self.best_step, self.evaluations_since_best = None, 0, None, 0
-        self.best_s_f1, self.ranking = None, []
+        self.best_s_f1, self.ranking, self.former_best = None, [], None
 
     def best_metrics(self) -> dict[str, float]:
         """Return the figures of the best evaluation, under names of their own."""
@@ -114,9 +133,19 @@ class Position:
         best = {"best/valid_ppl": perplexity(self.best_nll), "best/step": float(self.best_step)}
         return best if self.best_s_f1 is None else best | {"best/s_f1": self.best_s_f1}
 
+    def describe_best(self, beside: str) -> str:
+        """Say after a comma which evaluation was the best, if there was any; beside: what belongs to its perplexity."""
+        if self.best_nll is None:
+            return ""
+        valid = f"validation perplexity {figure(perplexity(self.best_nll))}{beside}"
+        if self.best_s_f1 is None:
+            return f", best {valid} at step {self.best_step}"
+        return f", best S-F1 {self.best_s_f1:.2f} at step {self.best_step} ({valid})"
+
     def best_steps(self, count: int) -> list[int]:
-        """Return the steps of the best evaluations, best first."""
-        return [int(step) for _, _, step in self.ranking[:count]]
+        """Return the steps whose checkpoints stay: of the best evaluations, best first, and the best of before."""
+        former = [] if self.former_best is None else [self.former_best]
+        return [int(step) for _, _, step in self.ranking[:count]] + former
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Position:

@@ -26,6 +26,7 @@ from lm_pcfg.storage.run_folder import unfinished
 from lm_pcfg.storage.saving import load_fitting, tidy
 from lm_pcfg.storage.state_file import read_state
 from lm_pcfg.training.documents import flat, open_settings
+from lm_pcfg.training.evaluation import measured_on
 from lm_pcfg.training.position import Position
 from lm_pcfg.training.steps import Steps
 
@@ -37,6 +38,7 @@ _FIXED = ("data.vocabulary.", "data.sentencepiece", "model.")
 _HOW_A_MODEL_IS_TRAINED = ("state_dropout", "state_dropout_until", "feature_dropout", "kl_warmup_steps")
 #: Of the saved position: the text, and how it is put into batches.
 _OF_THE_TEXT = ("data.", "batch.", "seed", "model.")
+_OF_VALIDATION = ("data.valid", "evaluation.max_length")
 _MOST_NAMED = 4  # settings that a refusal lists
 _LONGEST_VALUE = 80  # characters
 
@@ -89,10 +91,13 @@ def refusal_explained(changes: Changes) -> Iterator[None]:
         raise BatchError(f"{error}{changed}") from error
 
 
-def tell_changes(changes: Changes, kept: Path | None, state: dict[str, Any] | None, text: str) -> None:
+def tell_changes(
+    changes: Changes, kept: Path | None, state: dict[str, Any] | None, text: str, forgotten: str = ""
+) -> None:
     """Say in what the rest of a run differs from what its checkpoint was trained with.
 
-    kept: where the earlier settings are; state: that of the checkpoint; text: the fingerprint of the training text.
+    kept: where the earlier settings are; state: that of the checkpoint; text: the fingerprint of the training text;
+    forgotten: what forget_other_best says.
     """
     where = f" (the earlier ones are in {kept})" if kept else ""
     if changes:
@@ -101,8 +106,10 @@ def tell_changes(changes: Changes, kept: Path | None, state: dict[str, Any] | No
             say(f"  {line}")
     elif kept:
         say(f"its settings are others than before its first checkpoint{where}")
+    if forgotten:
+        warn(forgotten)
     other = state is not None and state["data"]["plan"] != text
-    if other and not any(key.startswith(_OF_THE_TEXT) for key in changes):
+    if other and not any(key.startswith(_OF_THE_TEXT) and key != "data.valid" for key in changes):
         warn("the training text has another content than before, under the same name; the next epoch begins with it")
 
 
@@ -134,14 +141,36 @@ def restore(steps: Steps, source: Path, *, same_run: bool) -> dict[str, Any]:
     engine, vocabulary = steps.engine, steps.corpora.vocabulary
     loaded = engine.on_all(lambda: load_fitting(source, steps.skeleton, vocabulary.hash, engine.device))
     steps.restore(loaded)
-    select, position = steps.settings.evaluation.select, steps.position
-    if same_run and position.best_step is not None and (select == "trees") != (position.best_s_f1 is not None):
-        position.forget_best()  # the two ways to choose cannot be compared
-        if engine.is_main:
-            warn(f"the best checkpoint is chosen by {select} from now on: the best so far is forgotten")
     if not same_run:
-        position.forget_best()
+        steps.position.forget_best()
     return loaded.state
+
+
+def forget_other_best(steps: Steps, changes: Changes, run: Path) -> str:
+    """Forget the best so far of a run if what follows cannot be compared with it; return a line that says so.
+
+    The content decides, not the name. Of a checkpoint without a fingerprint, of an earlier version, the settings do.
+    """
+    position, select = steps.position, steps.settings.evaluation.select
+    now = measured_on(steps.corpora, steps.settings)
+    if position.best_step is None or now is None:
+        return ""
+    names = (*_OF_VALIDATION, "evaluation.trees") if select == "trees" else _OF_VALIDATION
+    named = any(name in changes for name in names)
+    if (select == "trees") != (position.best_s_f1 is not None):
+        why = f"the best checkpoint is chosen by {select} from now on"
+    elif (position.validated == now) if position.validated else not named:
+        return ""
+    elif named:
+        why = "the best checkpoint is chosen on other lines from now on"
+    else:
+        why = "the validation text has another content than before, under the same name"
+    former = position.best_step
+    position.forget_best()
+    position.former_best = former
+    folder = run / "checkpoints" / f"step-{former:08d}"
+    stays = f"; its checkpoint stays: {folder}" if folder.is_dir() else ""
+    return f"{why}: the best so far is forgotten{stays}"
 
 
 def tidy_continued(steps: Steps, source: Path, state: dict[str, Any]) -> None:
