@@ -93,6 +93,15 @@ def test_the_best_evaluation_has_the_fewest_impossible_sentences(tmp_path):
     assert summary_of(write_run(tmp_path / "a", lines))["best_valid_ppl"] == 7.0
 
 
+def test_the_best_evaluation_is_of_the_last_validation_text(tmp_path):
+    """After a resume with another one: figures of two texts are not compared."""
+    lines = []
+    for step, (perplexity, tokens) in enumerate([(5.0, 40), (9.0, 70), (8.0, 70), (8.5, 70)], start=1):
+        place, content = valid_line(step, perplexity)
+        lines += [train_line(step, 9.0), (place, content | {"valid/tokens": tokens})]
+    assert summary_of(write_run(tmp_path / "a", lines))["best_valid_ppl"] == 8.0
+
+
 def test_the_training_perplexity_is_of_the_last_tenth_of_the_steps(tmp_path):
     """... weighted by its words, so that neither a few batches at its end nor where the run began matter."""
     words = {900: 9.0, 960: 2.0, 980: 6.0, 1000: 2.0}

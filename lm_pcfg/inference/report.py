@@ -33,6 +33,7 @@ class Point:
     words: float = 0.0  # in training: how many words the perplexity is over; 0: unknown
     loss: float | None = None  # in training, as it is minimised
     s_f1: float | None = None  # in validation with gold trees, in percent
+    tokens: int | None = None  # in validation, if all sentences have a probability: those of the text
 
 
 @dataclass
@@ -57,8 +58,12 @@ class Run:
     folder: Path = Path()
 
     def best(self) -> Point | None:
-        """The best evaluation, chosen as in training: the fewest impossible sentences, then the lowest perplexity."""
-        finite = [point for point in self.valid if math.isfinite(point.perplexity)]
+        """The best evaluation, chosen as in training: the fewest impossible sentences, then the lowest perplexity.
+
+        A run that was resumed with another validation text has forgotten what it reached on the one before.
+        """
+        texts = {None, self.valid_tokens} if self.valid_tokens else {point.tokens for point in self.valid}
+        finite = [point for point in self.valid if math.isfinite(point.perplexity) and point.tokens in texts]
         return min(finite, key=lambda point: (point.impossible, point.perplexity), default=None)
 
     def training_perplexity(self) -> float | None:
@@ -171,7 +176,8 @@ def _add(run: Run, line: dict[str, Any], previous: dict[str, Any] | None) -> Non
         tokens = _number(line, "valid/tokens")
         run.valid_tokens = None if tokens is None or impossible else int(tokens)
         s_f1 = _number(line, "valid/s_f1")
-        run.valid.append(Point(run.steps, run.seconds, float(line["valid/ppl"]), impossible, s_f1=s_f1))
+        point = Point(run.steps, run.seconds, float(line["valid/ppl"]), impossible, s_f1=s_f1, tokens=run.valid_tokens)
+        run.valid.append(point)
 
 
 def _is_of_training(line: dict[str, Any]) -> bool:
