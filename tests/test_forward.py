@@ -199,7 +199,8 @@ def test_factors_are_their_product():
     assert torch.allclose(forward.log_likelihood(chain, emissions, LENGTHS, "fp64"), of_product, rtol=1e-13)
     emissions.requires_grad_()
     for given, rank in ((chain, 3), (random_chain(5), 0)):  # without factors nothing lies between them
-        kept = forward.log_likelihood(given, emissions, LENGTHS, "fp64").grad_fn.saved_tensors
+        log_z = forward.log_likelihood(given, emissions, LENGTHS, "fp64")  # what it keeps is freed with it
+        kept = log_z.grad_fn.saved_tensors
         assert [tensor.shape[-1] for tensor in kept] == [5, rank, 5, rank, 5, len(LENGTHS)]
 
 

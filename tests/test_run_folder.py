@@ -341,7 +341,7 @@ class TestChoice:
     def test_a_failed_run_names_the_file_to_remove(self, tmp_path):
         run_folder.RunFolder(tmp_path, "").mark("FAILED", "the loss is not finite")
         with pytest.raises(
-            UserError, match=rf"\(the loss is not finite\); .* or remove {tmp_path / 'FAILED'} to continue"
+            UserError, match=rf"\(the loss is not finite\); .* or remove {tmp_path / 'FAILED'} to begin anew"
         ):
             run_folder.Start(tmp_path, continued=True).find_checkpoint(pytest.fail)
 
