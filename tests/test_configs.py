@@ -45,6 +45,15 @@ def test_every_variant_of_a_search_is_a_recipe_of_its_own(path):
         assert same == [name]
 
 
+def test_a_recipe_for_two_cores():
+    """Where a newcomer without a GPU is sent to: its steps are of a size that a CPU makes some hundreds of a minute."""
+    settings = load_settings(CONFIGS / "cpu.yaml")
+    assert (settings.threads, settings.inside.precision, settings.networks.precision) == (2, "fp32", "fp32")
+    assert settings.model.nonterminals * settings.model.preterminals * settings.batch.sentences <= 256 * 512 * 16
+    assert settings.data.max_length == 40
+    assert "configs/cpu.yaml" in (CONFIGS.parent / "docs" / "first-steps.md").read_text(encoding="utf-8")
+
+
 def test_the_papers_hyper_parameters():
     settings = load_settings(CONFIGS / "paper" / "ptb_lm_8192.yaml")
     model, optimizer = settings.model, settings.optimizer
