@@ -366,7 +366,7 @@ def test_too_little_memory_is_one_line(tmp_path):
         "train", "--config", str(write_config(tmp_path)), "--dry-run", "model.nonterminals=2000000000", cwd=tmp_path
     )
     assert re.search(
-        r"not enough memory for such a model; try fewer symbols \(model.nonterminals, .*"
+        r"not enough memory for such a model; try a larger machine, fewer symbols \(model.nonterminals, .*"
         r"\(at least [\d,.]+ GiB are needed, and there are [\d,.]+\)",
         one_line_error(result),
     )

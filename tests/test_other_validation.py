@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
-from lm_pcfg.training import loop
+from lm_pcfg.training import loop, resumption
 from lm_pcfg.training.position import Position
 from texts import write_config, write_text
 
@@ -46,10 +47,8 @@ def test_the_best_of_another_validation_text_is_forgotten_and_its_checkpoint_sta
     run, position = continue_validated(validated, tmp_path, f"data.valid={other}")
     said = capsys.readouterr().err
     former = run / "checkpoints" / "step-00000004"
-    line = (
-        "the best checkpoint is chosen on other lines from now on: the best so far is forgotten; its checkpoint stays"
-    )
-    assert f"warning: {line}: {former}\n" in said
+    line = "warning: the best checkpoint is chosen on other lines from now on: the best so far is forgotten, and "
+    assert f"{line}the next evaluation is the best again; its checkpoint stays: {former}\n" in said
     assert position.best_step in (9, 10)
     assert (run / "best").resolve().name == f"step-{position.best_step:08d}"
     assert former.is_dir()
@@ -106,3 +105,24 @@ def test_a_finished_run_with_another_validation_text_is_left_alone(validated, tm
     assert "Nothing is left to train" in said
     assert "forgotten" not in said
     assert position.best_step == 4
+
+
+def test_the_best_of_every_validation_text_stays(tmp_path, monkeypatch):
+    position = Position(step=9, best_nll=1.0, best_step=9, ranking=[[0, 1.0, 9]], former_bests=[4], validated="before")
+    settings = SimpleNamespace(evaluation=SimpleNamespace(select="likelihood"))
+    steps = SimpleNamespace(position=position, corpora=None, settings=settings)
+    monkeypatch.setattr(resumption, "measured_on", lambda *_: "now")
+    assert "under the same name" in resumption.forget_other_best(steps, resumption.Changes(), tmp_path)
+    assert (position.best_step, position.best_steps(1)) == (None, [4, 9])
+
+
+def test_a_run_without_patience_left_stays_as_it_is(validated, tmp_path, capsys):
+    """Else a line more in the validation text would train it further, and make a worse model the best."""
+    other = write_text(tmp_path / "other.txt", 12, seed=7)
+    copy = Path(shutil.copytree(validated, tmp_path / "runs" / "small", symlinks=True))
+    train_text = load_settings(validated / "config.yaml").data.train
+    overrides = [f"data.train={train_text}", f"data.valid={other}", "resume=auto", "evaluation.patience=1"]
+    train(tmp_path, *overrides, "training.max_steps=20")
+    assert checkpoint.latest(copy).name == "step-00000008"
+    assert (copy / "best").resolve().name == "step-00000004"
+    assert "forgotten" not in capsys.readouterr().err

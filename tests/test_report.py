@@ -99,7 +99,10 @@ def test_the_best_evaluation_is_of_the_last_validation_text(tmp_path):
     for step, (perplexity, tokens) in enumerate([(5.0, 40), (9.0, 70), (8.0, 70), (8.5, 70)], start=1):
         place, content = valid_line(step, perplexity)
         lines += [train_line(step, 9.0), (place, content | {"valid/tokens": tokens})]
-    assert summary_of(write_run(tmp_path / "a", lines))["best_valid_ppl"] == 8.0
+    folder = write_run(tmp_path / "a", lines)
+    assert summary_of(folder)["best_valid_ppl"] == 8.0
+    (run,) = read_runs([folder], pytest.fail)
+    assert run.reached(8.9).step == 3
 
 
 def test_the_training_perplexity_is_of_the_last_tenth_of_the_steps(tmp_path):

@@ -367,6 +367,9 @@ def test_how_far_above_the_vocabularys_size_divergence_begins():
     position.take_evaluation(math.log(9_999), 0, None, 1_000)
     assert position.divergence() == ""
     position.take_evaluation(math.log(86_518_435_096.718), 0, None, 1_726)
+    assert position.divergence() == ""  # there is a model that is better
+    position = Position(step=1)
+    position.take_evaluation(math.log(86_518_435_096.718), 0, None, 1_726)
     why = "the validation perplexity, 8.65e+10, is more than 10 times the vocabulary's size, 1,726"
     assert position.divergence() == why
     assert Position(best_nll=math.log(2e6), best_step=3).describe_best(" (so)") == (

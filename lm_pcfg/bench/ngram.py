@@ -174,7 +174,7 @@ def _report(texts: Texts, order: int, warn: Warn) -> dict[str, Any]:
         **test.unknown_words.report(),
         "ppl": math.exp(nll / tokens),
         "ppl_per_word": math.exp(nll / (words + len(test))),
-        "ppl_per_word_is_lower_bound": test.unknown_words.count > 0,  # as in `lm_pcfg score`
+        "ppl_per_word_is_lower_bound": bool(test.unknown_words.share),  # as in `lm_pcfg score`
         "ppl_words": math.exp(nll / words),
         "unigram_ppl": math.exp(unigram.nll(test) / tokens),
     }

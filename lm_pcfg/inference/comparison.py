@@ -94,6 +94,8 @@ def _validation_texts(by_unit: Sequence[Sequence[Run]]) -> list[str]:
     runs = [run for some in by_unit for run in some]
     names = sorted({str(name) for name in _settings(runs, "data", "valid") if name is not None})
     if len(names) > 1:
+        if all(len({run.valid_tokens for run in some}) == 1 and some[0].valid_tokens for some in by_unit):
+            return [f"these runs may have different validation texts ({_named(names)}): compare with care"]
         return [f"these runs have different validation texts ({_named(names)}): their perplexities cannot be compared"]
     for some in by_unit:
         # Words are those between spaces in any vocabulary; a line has other pieces in each.
@@ -101,7 +103,7 @@ def _validation_texts(by_unit: Sequence[Sequence[Run]]) -> list[str]:
             continue
         sizes = sorted({run.valid_tokens for run in some if run.valid_tokens is not None})
         limits = sorted({str(limit or "none") for limit in _settings(some, "evaluation", "max_length")})
-        why = f"evaluation.max_length is {_named(limits)}" if len(limits) > 1 else "another text under the same name?"
+        why = f"evaluation.max_length is {_named(limits)}" if len(limits) > 1 else "another text, or fewer of its lines"
         if len(sizes) > 1:
             found = f"{_named(f'{size:,}' for size in sizes)} tokens; {why}"
             return [f"these runs have different validation texts ({found}): their perplexities cannot be compared"]

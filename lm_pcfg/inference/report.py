@@ -62,8 +62,7 @@ class Run:
 
         A run that was resumed with another validation text has forgotten what it reached on the one before.
         """
-        texts = {None, self.valid_tokens} if self.valid_tokens else {point.tokens for point in self.valid}
-        finite = [point for point in self.valid if math.isfinite(point.perplexity) and point.tokens in texts]
+        finite = [point for point in self.on_last_text() if math.isfinite(point.perplexity)]
         return min(finite, key=lambda point: (point.impossible, point.perplexity), default=None)
 
     def training_perplexity(self) -> float | None:
@@ -77,7 +76,12 @@ class Run:
 
     def reached(self, perplexity: float) -> Point | None:
         """The first evaluation at or below a validation perplexity."""
-        return next((point for point in self.valid if point.perplexity <= perplexity), None)
+        return next((point for point in self.on_last_text() if point.perplexity <= perplexity), None)
+
+    def on_last_text(self) -> list[Point]:
+        """The evaluations on the validation text that the run ended with, as far as their sizes tell."""
+        known = [point.tokens for point in self.valid if point.tokens is not None]
+        return [point for point in self.valid if point.tokens is None or point.tokens == known[-1]]
 
 
 def read_runs(folders: Sequence[Path], warn: Callable[[str], None]) -> list[Run]:

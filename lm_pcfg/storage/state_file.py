@@ -91,7 +91,7 @@ class State(_Shape):
     best_step: Count | None = None
     best_s_f1: Number | None = None
     validated: str = Field(default="", max_length=1000)
-    former_best: Count | None = None
+    former_bests: list[Count] = Field(default=[], max_length=1000)
     evaluation_pending: bool = False
     evaluations_since_best: Count = 0
     skipped: Count = 0

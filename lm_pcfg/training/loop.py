@@ -48,7 +48,8 @@ from lm_pcfg.training.tracking import track
 SECONDS_BETWEEN_GLANCES = 10.0  # at the loss, where lines of metrics are rare
 MOST_SKIPPED_IN_A_ROW = 20  # updates that are not finite, before a run stops
 SECONDS_FOR_TRACKING = 20.0  # that the end of a run waits for a slow MLflow server
-SECONDS_FOR_TRACKING_AFTER_FAILURE = 15.0  # the error comes after it; the import of MLflow and a new store take 5
+#: Of one process, of several: its error comes after it. MLflow's import and a new store take 5; other ranks wait for 5.
+SECONDS_FOR_TRACKING_AFTER_FAILURE = (15.0, 4.0)
 
 
 class TrainingStopped(UserError):
@@ -79,8 +80,8 @@ def train(settings: Settings) -> Path:
         same_run = source is not None and checkpoint.run_folder_of(source) == start.folder.resolve()
         with refusal_explained(changes):
             continued = restore(steps, source, same_run=same_run) if source is not None else None
-        forgotten = forget_other_best(steps, changes, start.folder) if same_run else ""
         finished = engine.on_main(lambda: folder.finished) if same_run and nothing_left(steps) else None
+        forgotten = forget_other_best(steps, changes, start.folder) if same_run and finished is None else ""
         if finished is not None:
             if engine.is_main:
                 tell_finished(start.folder, finished, changes)
@@ -154,9 +155,8 @@ class Trainer:
             raise
         finally:
             self.metrics.close()
-            self.tracker.finish(
-                status, SECONDS_FOR_TRACKING_AFTER_FAILURE if status == "FAILED" else SECONDS_FOR_TRACKING
-            )
+            of_failure = SECONDS_FOR_TRACKING_AFTER_FAILURE[self.engine.world_size > 1]
+            self.tracker.finish(status, of_failure if status == "FAILED" else SECONDS_FOR_TRACKING)
 
     def _tell_end(self, finished: bool, reason: str) -> None:
         if finished:

@@ -44,7 +44,7 @@ class Position:
     best_step: int | None = None
     best_s_f1: float | None = None  # of gold trees, where they decide
     validated: str = ""  # fingerprint of what the evaluations are of; earlier versions kept none
-    former_best: int | None = None  # the best step by another measure, which was forgotten; its checkpoint stays
+    former_bests: list[int] = field(default_factory=list)  # best steps on other lines; their checkpoints stay
     evaluation_pending: bool = False  # due after this step and not done yet
     evaluations_since_best: int = 0
     skipped: int = 0
@@ -95,13 +95,15 @@ class Position:
         """Say what an evaluation finds wrong; skipped updates count if there are no others since the one before.
 
         A finite perplexity can tell, too. That of an untrained model is about the vocabulary's size, as if it guessed
-        words; 10 times as much, also after a few steps, is that of a training with too large steps.
+        words; 10 times as much, also after a few steps, is that of a training with too large steps. A run that
+        was better before has a model: it may just be over-fitted.
         """
         if nll is None or not math.isfinite(nll):
             return "no sentence of the validation text has a finite probability"
         if self.skipped_in_a_row >= max(_SEVERAL, self.step - self.evaluated_step):
             return "no update since the evaluation before was finite"
-        if types is not None and perplexity(nll) > _FAR * types:
+        best = nll if self.best_nll is None else min(nll, self.best_nll)
+        if types is not None and perplexity(best) > _FAR * types:
             found = figure(perplexity(nll))
             return f"the validation perplexity, {found}, is more than {_FAR} times the vocabulary's size, {types:,}"
         return self._nothing_learned()
@@ -124,7 +126,7 @@ class Position:
 
     def forget_best(self) -> None:
         self.best_nll, self.best_impossible, self.best_step, self.evaluations_since_best = None, 0, None, 0
-        self.best_s_f1, self.ranking, self.former_best = None, [], None
+        self.best_s_f1, self.ranking, self.former_bests = None, [], []
 
     def best_metrics(self) -> dict[str, float]:
         """Return the figures of the best evaluation, under names of their own."""
@@ -144,8 +146,7 @@ class Position:
 
     def best_steps(self, count: int) -> list[int]:
         """Return the steps whose checkpoints stay: of the best evaluations, best first, and the best of before."""
-        former = [] if self.former_best is None else [self.former_best]
-        return [int(step) for _, _, step in self.ranking[:count]] + former
+        return [int(step) for _, _, step in self.ranking[:count]] + self.former_bests
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Position:

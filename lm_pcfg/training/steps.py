@@ -72,9 +72,7 @@ class Steps:
             settings, self.corpora.train, rank=engine.rank, world_size=engine.world_size
         )
         words = self.corpora.vocabulary.words
-        on_cpu = engine.device.type == "cpu"
-        taken = self.family.check_memory(model, len(words), engine.device, copies=2 if on_cpu else 1)  # its gradients
-        engine.on_all(lambda: self._check_charts(taken))
+        engine.on_all(self._check_memory)
         text = None
         if wanted := self.family.text_wanted(model):
             if engine.is_main:
@@ -101,12 +99,11 @@ class Steps:
         allowed = settings.networks.cuda_graphs and self.learner.asynchronous and engine.device.type == "cuda"
         self.capture = GraphCapture(self.learner, self._compute, allowed)
 
-    def _check_charts(self, taken: float) -> None:
-        """Refuse sentences whose charts do not fit. On a CPU the system would end the process, long after the start.
-
-        taken: bytes of the model and its gradients
-        """
-        settings, batch = self.settings, self.settings.batch
+    def _check_memory(self) -> None:
+        """Refuse a model or sentences that do not fit: on a CPU the system would end the process after a while."""
+        settings, batch, device = self.settings, self.settings.batch, self.engine.device
+        copies = 2 if device.type == "cpu" else 1  # the model, and its gradients
+        taken = self.family.check_memory(settings.model, len(self.corpora.vocabulary.words), device, copies)
         lengths = self.corpora.train.longest(1 if batch.by == "cost" else batch.sentences)
         if batch.by == "cost" and lengths:
             lengths = self.corpora.train.longest(max(1, batch.cost // lengths[0] ** 2))

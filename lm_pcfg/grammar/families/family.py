@@ -84,8 +84,8 @@ class Family:
         if needed > there:
             size = "model.states" if "states" in type(model).model_fields else "model.nonterminals, model.preterminals"
             raise OutOfMemory(
-                f"not enough memory for such a model; try fewer symbols ({size}) or a smaller model.dimension (at "
-                f"least {needed / 2**30:,.1f} GiB are needed, and there are {there / 2**30:,.1f})"
+                f"not enough memory for such a model; try a larger machine, fewer symbols ({size}) or a smaller "
+                f"model.dimension (at least {needed / 2**30:,.1f} GiB are needed, and there are {there / 2**30:,.1f})"
             )
         return needed
 
