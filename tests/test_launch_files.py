@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from shutil import which
 
@@ -97,6 +98,38 @@ def test_a_warning_that_comes_while_srun_starts_is_repeated(tmp_path):
     assert "not finished (status 0)" in result.stderr
 
 
+# The warning comes between a script's look at it and its `wait`, where bash does not let a signal end the wait.
+WARNED_BEFORE_THE_FIRST_WAIT = """
+wait() {
+  if [ -z "${told:-}" ]; then told=yes; builtin kill -USR1 $$; fi
+  builtin wait "$@"
+}
+"""
+
+
+@pytest.mark.parametrize("script", ["job", "prepare", "node"])
+def test_a_warning_just_before_the_script_waits_is_passed_on_at_once(tmp_path, script):
+    (tmp_path / "wait.sh").write_text(WARNED_BEFORE_THE_FIRST_WAIT)
+    workers = "trap 'echo told; exit 0' USR1 TERM; for _ in {1..80}; do sleep 0.1; done; echo too late"
+    variables = {"BASH_ENV": str(tmp_path / "wait.sh")}
+    if script == "job":
+        programs = {"accelerate": "", "srun": workers, "scontrol": "case $1 in show) echo JobState=RUNNING ;; esac"}
+        result = run_job(tmp_path, programs, variables)
+    elif script == "prepare":
+        variables |= {"ARGUMENTS": "a", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MAX": "2"}
+        result = run_prepare(tmp_path, workers, variables)
+    else:  # the workers are children of the launcher; Python, as bash cannot trap what its parent ignored
+        heard = "signal(SIGUSR1, lambda *_: exit('told')); sleep(8)"
+        worker = f'{sys.executable} -c "from signal import *; from time import sleep; {heard}"'
+        place(tmp_path, {"accelerate": f"unset BASH_ENV; {worker} 2>&1 & wait $!"})
+        variables |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0"}
+        variables |= {"SLURMD_NODENAME": "here", "GPUS_PER_NODE": "0", "PROCESSES_PER_NODE": "1", "ENGINE": "ddp"}
+        variables |= {"MAIN_ADDRESS": "here", "MAIN_PORT": "1", "LOGS": str(tmp_path)}
+        node = ["bash", str(LAUNCH / "slurm" / "node.sh")]
+        result = subprocess.run(node, env=variables, capture_output=True, text=True, timeout=30)
+    assert result.stdout == "told\n", result.stderr
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_run_that_failed_is_neither_started_nor_requeued(tmp_path, when):
     programs = {
@@ -139,36 +172,38 @@ def test_an_element_that_runs_out_of_time_is_requeued(tmp_path, restarts, requeu
     assert result.returncode
 
 
-def run_prepare(folder: Path, srun: str, variables: dict[str, str]) -> subprocess.CompletedProcess:
-    """Run prepare.sbatch with this in the place of srun."""
-    programs = {"python": "", "srun": srun, "scontrol": "echo requeued $2"}
+def place(folder: Path, programs: dict[str, str]) -> None:
+    """Shell scripts in the folder's `bin`, which comes first on a job's PATH."""
     for name, text in programs.items():
         (folder / "bin" / name).parent.mkdir(exist_ok=True)
         (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (folder / "bin" / name).chmod(0o755)
-    place = {
+
+
+def run_prepare(folder: Path, srun: str, variables: dict[str, str]) -> subprocess.CompletedProcess:
+    """Run prepare.sbatch with this in the place of srun."""
+    programs = {"python": "", "srun": srun, "scontrol": "echo requeued $2"}
+    place(folder, programs)
+    job = {
         "VENV": str(folder),
         "SLURM_JOB_ID": "7",
         "SLURM_ARRAY_JOB_ID": "7",
         "SLURM_SUBMIT_DIR": str(LAUNCH.parent),
     }
     script = ["bash", str(LAUNCH / "slurm" / "prepare.sbatch")]
-    everything = {"PATH": os.environ["PATH"], **place, **variables}
+    everything = {"PATH": os.environ["PATH"], **job, **variables}
     return subprocess.run(script, env=everything, capture_output=True, text=True, timeout=30)
 
 
-def run_job(folder: Path, programs: dict[str, str]) -> subprocess.CompletedProcess:
+def run_job(folder: Path, programs: dict[str, str], more: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     """Run job.sh with these programs in the place of SLURM's; the run is `run` in the folder."""
-    for name, text in programs.items():
-        (folder / "bin" / name).parent.mkdir(exist_ok=True)
-        (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (folder / "bin" / name).chmod(0o755)
+    place(folder, programs)
     script = (
         f'repository={LAUNCH.parent}; source "$repository/launch/slurm/job.sh"; '
         f"resolved() {{ echo '{folder}/run'; }}; train_job ddp"
     )
     variables = {"VENV": str(folder), "CONFIG": "any.yaml", "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
-    variables |= {"SLURM_JOB_NODELIST": "here", "PATH": os.environ["PATH"]}
+    variables |= {"SLURM_JOB_NODELIST": "here", "PATH": os.environ["PATH"], **(more or {})}
     return subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=30)
 
 

@@ -94,13 +94,11 @@ train_job() {
       --cpu-bind=none --mpi=none --export=ALL bash "$repository/launch/slurm/node.sh" --config "$CONFIG" "${settings[@]}" &
     local srun=$!
     while kill -0 "$srun" 2>/dev/null; do
-      if [ -z "$warned" ]; then
-        wait "$srun" # a trap ends this early
-      else # again and again: an srun that is still starting does not pass it on
+      if [ -n "$warned" ]; then # again and again: an srun that is still starting does not pass it on
         kill -USR1 "$srun" 2>/dev/null
-        sleep 2 &
-        wait $!
       fi
+      sleep 1 & # not "wait $srun": a warning just before that would be seen when srun has ended
+      wait $!
     done
     trap '' USR1 # a late warning must not take the place of the status
     wait "$srun"

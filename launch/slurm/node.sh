@@ -66,6 +66,8 @@ expected+=("engine.world_size=$processes") # launchers fall back silently; the t
 
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[rank \${rank}] "
 export PET_SIGNALS_TO_HANDLE=SIGQUIT # torchrun would pass the others on to the workers and kill them 30 s later
+stopping=
+trap 'stopping=yes' USR1 TERM
 (
   trap '' USR1 TERM INT HUP # inherited: by the launcher, and by the workers until they listen themselves
   exec "${launch[@]}" "$repository/lm_pcfg/train.py" "device=$device" "$@" "${expected[@]}"
@@ -73,16 +75,12 @@ export PET_SIGNALS_TO_HANDLE=SIGQUIT # torchrun would pass the others on to the 
 launcher=$!
 
 # To the workers themselves, and again and again, as those that are still starting do not listen yet.
-stopping=
-trap 'stopping=yes' USR1 TERM
 while kill -0 "$launcher" 2>/dev/null; do
-  if [ -z "$stopping" ]; then
-    wait "$launcher" # a trap ends this early
-  else
+  if [ -n "$stopping" ]; then
     pkill -USR1 -P "$launcher"
-    sleep 0.5 &
-    wait $!
   fi
+  sleep 0.5 & # not "wait $launcher": a signal just before that would be seen when the launcher has ended
+  wait $!
 done
 trap '' USR1 TERM # the last one to come must not take the place of the launcher's status
 wait "$launcher"
