@@ -150,3 +150,34 @@ def test_a_batch_that_cannot_fit_is_refused_with_a_size_that_fits(tmp_path, monk
         loop.train(load_settings(config, ["training.max_steps=1"]))
     way_out = next(word for word in str(told.value).split() if word.startswith(f"batch.{name}="))
     loop.train(load_settings(config, ["training.max_steps=1", way_out, "name=fitting"]))
+
+
+@pytest.mark.parametrize("family", ["sc_pcfg", "c_pcfg"])
+def test_rules_of_a_sentence_are_counted_once(tmp_path, monkeypatch, family):
+    """A step of a compound model takes weights, charts and each sentence's own rules, twice: with gradients."""
+    n, p, dimension, encoder, words, lengths = 3, 4, 6, 5, 8 + 1, [8, 7, 7]  # and <unk>
+    weights, rules = (n + p + words) * dimension + words * encoder, 2 * n * (n + p)
+    if family == "c_pcfg":
+        weights, rules = ((n + p) ** 2 + words) * dimension + words * encoder, n * (n + p) ** 2
+    needed = 4 * (2 * weights + 2 * rules * len(lengths)) + chart_memory(lengths, n, "fp32")
+    config = write_config(tmp_path, batch={"sentences": len(lengths)})
+    settings = load_settings(config, ["training.max_steps=1"])
+    sizes = {"nonterminals": n, "preterminals": p, "dimension": dimension, "encoder": encoder, "latent": 2}
+    settings = settings.model_copy(update={"model": families.get(family).section(family=family, **sizes)})
+    (tmp_path / "train.txt").write_text("".join(f"{' '.join(WORDS[-length:])}\n" for length in (7, 8, 7, 7, 1)))
+    monkeypatch.setattr(steps, "memory_of", lambda: needed - 1)
+    with pytest.raises(UserError, match="a batch of the 3 longest sentences, up to 8 words, takes"):
+        loop.train(settings)
+    monkeypatch.setattr(steps, "memory_of", lambda: needed)
+    loop.train(settings.model_copy(update={"name": "fitting"}))
+
+
+def test_a_model_without_room_for_the_rules_of_one_sentence_is_refused(monkeypatch):
+    family = families.get("c_pcfg")
+    model = family.section(family="c_pcfg", nonterminals=3, preterminals=4, dimension=6, encoder=5, latent=2)
+    needed = 4 * ((7**2 + 10) * 6 + 10 * 5 + 3 * 7**2)
+    assert family.model_memory(model, 10, "cpu") == needed
+    monkeypatch.setattr("lm_pcfg.grammar.families.family.memory_of", lambda: needed - 1)
+    with pytest.raises(OutOfMemory, match="not enough memory for such a model"):
+        family.check_memory(model, 10, "cpu")
+    assert family.check_memory(model, 10, "cuda") == needed - 4 * 3 * 7**2  # a GPU tells by itself when it is full

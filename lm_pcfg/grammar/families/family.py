@@ -79,7 +79,10 @@ class Family:
         return 0.0
 
     def check_memory(self, model: Any, words: int, device: torch.device | str, copies: int = 1) -> float:
-        """Return the bytes of so many copies of a model, or raise OutOfMemory; asked before it is built."""
+        """Return the bytes of so many copies of a model, without what `chart_memory` has, or raise OutOfMemory.
+
+        Asked before it is built.
+        """
         needed, there = copies * self.model_memory(model, words, device), memory_of()
         if needed > there:
             size = "model.states" if "states" in type(model).model_fields else "model.nonterminals, model.preterminals"

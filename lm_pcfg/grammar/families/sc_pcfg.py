@@ -125,6 +125,14 @@ class CompoundFamily(PCFGFamily):
         rules = self.rules_of_a_sentence(model) if torch.device(device).type == "cpu" else 0
         return BYTES * (self.fewest_weights(model, words) + rules)
 
+    def check_memory(self, model: Any, words: int, device: torch.device | str, copies: int = 1) -> float:
+        """Refuse a model that has no room for one sentence, and return the bytes of its weights.
+
+        The rules of a sentence are not among them: `chart_memory` has those of all.
+        """
+        super().check_memory(model, words, device, copies)
+        return copies * BYTES * self.fewest_weights(model, words)
+
     def chart_memory(self, model: PCFGSection, lengths: Sequence[int], precision: str) -> float:
         """Rules and their gradients are of each sentence."""
         rules = 2 * BYTES * len(lengths) * self.rules_of_a_sentence(model)
