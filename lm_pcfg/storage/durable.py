@@ -76,12 +76,13 @@ def remove_leftovers(parent: Path) -> None:
                 entry.unlink()
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, if they are not there, durably."""
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder and those above it, if they are not there, durably; return the new ones, inner ones first."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in {folder, *new}:  # the folder itself even if it is there: who made it may not have got so far
         fsync(path.parent)
+    return new
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -7,7 +7,7 @@ import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
@@ -25,6 +25,7 @@ _EARLIER_CONFIG = re.compile(r"config\.([1-9][0-9]{0,8})\.yaml")
 _MOST_CONFIGS = 20  # that are kept: the first, and the newest
 _LARGEST_CONFIG = 1 << 20  # bytes; a few kilobytes are usual
 TRACKING_ID = "mlflow_run_id"
+_ATTEMPTS = 100  # to make a folder that another start removes
 
 
 class Vocabulary(Protocol):
@@ -195,12 +196,23 @@ def _without_resume(config: bytes) -> list[bytes]:
     return [line for line in config.splitlines() if not line.startswith(b"resume:")]
 
 
-def _lock(file: IO[str]) -> None:
+def _lock(file: IO[str]) -> bool:
+    """Take the lock or raise BlockingIOError; False: there are none here, as on some cluster file systems."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # some cluster file systems
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
             raise
+        return False
+    return True
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 class RunFolder:
@@ -210,6 +222,8 @@ class RunFolder:
         """launcher: identity of the process that started this one."""
         self.path, self._launcher = folder, launcher
         self._lock: IO[str] | None = None
+        self._is_locked = False  # by this object, where there are locks
+        self._made: list[Path] = []  # folders that were not there before, inner ones first
 
     def claim(self, is_right: Callable[[], bool] = lambda: True) -> bool:
         """Keep a second training out of the folder until `release`, or the end of this process.
@@ -217,22 +231,38 @@ class RunFolder:
         is_right is asked under the lock: False lets the folder go again, and is returned.
         """
         try:
-            durable.make_folder(self.path)
-            self._lock = (self.path / ".lock").open("a")
-            _lock(self._lock)
+            lock = self._take_lock()
             if not is_right():
                 self.release()
                 return False
-            self._lock.truncate(0)
-            self._lock.write(self._launcher)
-            self._lock.flush()
+            lock.truncate(0)
+            lock.write(self._launcher)
+            lock.flush()
             self._sweep()
         except BlockingIOError:
             self._lock = None
             raise UserError(f"{self.path} is in use by another training; give this one another name=...") from None
         except OSError as error:
+            self.release()
             raise UserError(f"cannot write to {self.path}: {error.strerror}; set runs_folder=...") from None
         return True
+
+    def _take_lock(self) -> IO[str]:
+        """Open and lock .lock in the folder, which is made if need be. Who had both before may be removing them."""
+        failures = 0
+        while True:
+            try:
+                self._made = sorted({*self._made, *durable.make_folder(self.path)}, reverse=True)
+                lock = self._lock = (self.path / ".lock").open("a")
+            except FileNotFoundError:
+                failures += 1
+                if failures == _ATTEMPTS:
+                    raise
+                continue
+            self._is_locked = _lock(lock)
+            if not self._is_locked or _is_at(lock, self.path / ".lock"):
+                return lock
+            lock.close()
 
     def _sweep(self) -> None:
         """Remove what processes left here that were killed while they wrote."""
@@ -242,8 +272,22 @@ class RunFolder:
         (self.path / ".metrics.jsonl.new").unlink(missing_ok=True)  # of an earlier version
 
     def release(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
+        """Let the folder go. If it was made for this training, and nothing was written to it, nothing of it is left.
+
+        Folders are removed only while they are empty, so that whatever else is there stays: logs of a job, another run.
+        """
+        if self._lock is None:
+            return
+        unused = False
+        with suppress(OSError):
+            if self._is_locked and self.path in self._made and os.listdir(self.path) == [".lock"]:
+                (self.path / ".lock").unlink()
+                unused = True
+        self._lock.close()  # first: some network file systems keep an open file under another name
+        with suppress(OSError):
+            for folder in self._made if unused else ():
+                folder.rmdir()
+        self._lock, self._is_locked, self._made = None, False, []
 
     @contextmanager
     def writing(self) -> Iterator[None]:
