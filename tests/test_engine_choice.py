@@ -350,13 +350,13 @@ def test_cores_are_shared_out_and_tiny_numbers_become_zero(monkeypatch, threads,
     assert torch.tensor([1e-39]).mul(1.0).item() == 0.0  # the fixture in conftest.py sets it back
 
 
-@pytest.mark.parametrize(("cores", "expected"), [(6, 3), (1, 1), (None, 1)])
-def test_cores_where_the_system_does_not_tell_which(monkeypatch, cores, expected):
+@pytest.mark.parametrize(("cores", "processes", "expected"), [(6, "2", 3), (1, "2", 1), (None, "2", 1), (None, "1", 1)])
+def test_cores_where_the_system_does_not_tell_which(monkeypatch, cores, processes, expected):
     calls = []
     monkeypatch.setattr(torch, "set_num_threads", calls.append)
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     prepare_cpu()
     assert calls == [expected]
 

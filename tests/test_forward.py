@@ -173,6 +173,21 @@ def test_sentences_without_a_path_and_with_nan():
     assert gradient[5].tolist() == [1.0, 0.0]
 
 
+def test_no_gradient_goes_through_a_sentence_that_counts_for_nothing():
+    """Whatever comes in, by log p = -inf of an impossible sentence or by a value that is not trusted, is left out."""
+    chain = Chain(torch.tensor([0.5, 0.5], dtype=torch.float64), (torch.eye(2),))
+    emissions = torch.zeros(6, 2)
+    emissions[1] = -math.inf  # no state has this word
+    emissions[2:4] = torch.tensor([[0.0, -300.0], [-900.0, 0.0]])  # state 1 is lost at the first word, and meant
+    emissions.requires_grad_()
+    log_z, trusted = forward.log_likelihood_unchecked(chain, emissions, [2, 2, 2], "fp32")
+    assert trusted.tolist() == [True, False, True]
+    assert log_z[0] == -math.inf
+    incoming = torch.tensor([math.inf, 1.0, 1.0])
+    (gradient,) = torch.autograd.grad(log_z, emissions, incoming, retain_graph=True)
+    assert gradient.tolist() == [[0.0, 0.0]] * 4 + [[0.5, 0.5]] * 2
+
+
 def test_a_sentence_does_not_depend_on_the_others():
     chain, emissions = random_chain(4, 3), random_emissions(sum(LENGTHS), 4)
     alone = [forward.log_likelihood(chain, words, [len(words)], "fp64") for words in emissions.split(LENGTHS)]
