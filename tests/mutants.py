@@ -56,7 +56,7 @@ MODULES = {
     "kernels/flash_inside/forward.py": "forward hmm",
     "kernels/flash_inside/interface.py": "inside viterbi mbr sampling range brackets long_lines",
     "kernels/flash_inside/mbr.py": "mbr",
-    "kernels/flash_inside/packing.py": "inside viterbi mbr sampling per_sentence_rules prefixes long_lines",
+    "kernels/flash_inside/packing.py": "forward inside viterbi mbr sampling per_sentence_rules prefixes long_lines",
     "kernels/flash_inside/precision.py": "inside range grammar",
     "kernels/flash_inside/recomputation.py": "inside range per_sentence_rules long_lines",
     "kernels/flash_inside/reference.py": "viterbi inside range",
