@@ -25,3 +25,16 @@ def lm_pcfg(*arguments: str, cwd: Path, text: bytes = b""):
     for stream in (out, err):
         stream.flush()
     return subprocess.CompletedProcess(arguments, end.value.code, out.buffer.getvalue(), err.buffer.getvalue())
+
+
+def ran(folder, *arguments, text=b""):
+    result = lm_pcfg(*arguments, cwd=folder, text=text)
+    assert result.returncode == 0, result.stderr.decode()
+    return result.stdout.decode()
+
+
+def refusal(folder, *arguments):
+    result = lm_pcfg(*arguments, cwd=folder)
+    assert result.returncode == 1
+    assert result.stderr.decode().count("\n") == 1
+    return result.stderr.decode()

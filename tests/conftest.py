@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -37,6 +38,7 @@ BEGIN_WITH = [
     "search",
     "cli",
     "training",
+    "resumed_training",
     "zero",
 ]
 
@@ -52,3 +54,19 @@ def denormals_as_they_were() -> Iterator[None]:
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_flush_denormal(False)
+
+
+@pytest.fixture(scope="session")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One store for most tests: creating its tables takes two seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture
+def store(shared_store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A client of the store that trackers of this test write to."""
+    from mlflow_store import client
+
+    monkeypatch.chdir(tmp_path)  # where MLflow puts the artifacts of a store of the user's own
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", shared_store)
+    return client(shared_store)

@@ -45,18 +45,19 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 SESSION = "session.sqlite"
 
 #: The tests of each module, quick ones first: the first that fails ends a run. Modules that need a GPU are not here.
-STREAMS = "batches shard_stream text shards prepare"
-STORAGE = "durability checkpoint checkpoint_choice checkpoint_optimizer metrics_file saving engine_choice training"
+STREAMS = "batches batch_stream shard_stream text shards prepare prepare_layouts"
+TRAINING = "training resumed_training skipped_updates"
+STORAGE = f"durability checkpoint checkpoint_choice checkpoint_optimizer metrics_file saving engine_choice {TRAINING}"
 MODULES = {
     "kernels/flash_inside/brackets.py": "brackets bracketed_training",
     **{
-        f"kernels/flash_inside/dense/{name}.py": "dense per_sentence_rules"
+        f"kernels/flash_inside/dense/{name}.py": "dense per_sentence_rules dense_family"
         for name in ("interface", "reference", "scaled", "tables")
     },
     "kernels/flash_inside/forward.py": "forward hmm",
     "kernels/flash_inside/interface.py": "inside viterbi mbr sampling range brackets long_lines",
     "kernels/flash_inside/mbr.py": "mbr",
-    "kernels/flash_inside/packing.py": "inside viterbi mbr sampling per_sentence_rules prefixes long_lines",
+    "kernels/flash_inside/packing.py": "forward inside viterbi mbr sampling per_sentence_rules prefixes long_lines",
     "kernels/flash_inside/precision.py": "inside range grammar",
     "kernels/flash_inside/recomputation.py": "inside range per_sentence_rules long_lines",
     "kernels/flash_inside/reference.py": "viterbi inside range",
@@ -69,8 +70,8 @@ MODULES = {
     "lm_pcfg/corpus/lengths.py": STREAMS,
     "lm_pcfg/corpus/sentences.py": STREAMS,
     "lm_pcfg/corpus/stream.py": STREAMS,
-    "lm_pcfg/distributed/collectives.py": "engine_choice emission_shards zero training",
-    "lm_pcfg/distributed/learner.py": "zero training captured",
+    "lm_pcfg/distributed/collectives.py": f"engine_choice emission_shards zero {TRAINING}",
+    "lm_pcfg/distributed/learner.py": f"zero {TRAINING} captured",
     "lm_pcfg/distributed/zero.py": "zero engine_choice",
     **{f"lm_pcfg/storage/{path.name}": STORAGE for path in (ROOT / "lm_pcfg" / "storage").glob("[a-z]*.py")},
     "lm_pcfg/storage/checkpoint.py": (
@@ -79,10 +80,10 @@ MODULES = {
     "lm_pcfg/storage/durable.py": "durability checkpoint metrics_file vocabulary run_folder",
     "lm_pcfg/storage/exported.py": "export export_elsewhere",
     "lm_pcfg/storage/hub.py": "export_elsewhere export",
-    "lm_pcfg/storage/metrics_file.py": "metrics_file saving verify training",
-    "lm_pcfg/storage/run_folder.py": "checkpoint_choice run_folder failed_starts engine_choice resumption training",
+    "lm_pcfg/storage/metrics_file.py": f"metrics_file saving verify {TRAINING}",
+    "lm_pcfg/storage/run_folder.py": f"checkpoint_choice run_folder failed_starts engine_choice resumption {TRAINING}",
     "lm_pcfg/storage/state_file.py": f"hostile_state {STORAGE}",
-    "lm_pcfg/storage/saving.py": "saving training",
+    "lm_pcfg/storage/saving.py": f"saving {TRAINING}",
 }
 
 #: Of all pairs of operators those that a person could have confused. Most others are a TypeError at once.

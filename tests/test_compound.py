@@ -13,7 +13,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 
 import processes
-from command_line import lm_pcfg
+from command_line import lm_pcfg, ran, refusal
 from flash_inside.dense import PairRules
 from flash_inside.softmax import log_normalizers
 from lm_pcfg import load
@@ -28,7 +28,7 @@ from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import read_metrics
 from lm_pcfg.training.steps import Steps
 from test_brackets import packed_limits
-from test_dense import enumerated, ran, refusal
+from test_dense import enumerated
 from test_rank_families import softmax
 from test_softmax import LargestTensor
 from test_zero import assert_same_weights_and_moments, told

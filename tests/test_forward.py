@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import flash_inside
-from flash_inside import Rules, Statistics, forward
+from flash_inside import Rules, Statistics, forward, packing
 from flash_inside.forward import Chain
+from flash_inside.packing import steps_of
 from flash_inside.precision import TOLERANCE
 from grammars import raising
 
@@ -203,9 +204,9 @@ def test_tables_of_the_same_lengths_are_kept_unless_they_are_large(monkeypatch):
     log_z = forward.log_likelihood(chain, emissions, lengths, "fp64")
     assert torch.autograd.grad(log_z.sum(), emissions)[0].sum().item() == pytest.approx(15)
     assert log_z.tolist() == expected.tolist()
-    assert forward._steps(lengths, device) is forward._steps(lengths, device)
-    monkeypatch.setattr(forward, "MOST_WORDS_KEPT", 14)
-    assert forward._steps(lengths, device) is not forward._steps(lengths, device)
+    assert steps_of(lengths, device) is steps_of(lengths, device)
+    monkeypatch.setattr(packing, "MOST_WORDS_KEPT", 14)
+    assert steps_of(lengths, device) is not steps_of(lengths, device)
 
 
 def test_factors_are_their_product():

@@ -27,8 +27,8 @@ from lm_pcfg.storage.metrics_file import read_metrics
 from lm_pcfg.training import loop
 from lm_pcfg.training.steps import Steps
 from shards import write_shard
-from test_training import metrics_without_times, stop_after
 from texts import merged, write_config, write_text
+from training_runs import metrics_without_times, stop_after
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'kernels'}", "COLUMNS": "100"}

@@ -21,16 +21,13 @@ lack is at most 1e-38 D. A sentence whose D are too large for that is computed a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from flash_inside.devices import copy_to_device
 from flash_inside.interface import BACKENDS, choose
-from flash_inside.packing import Layout
+from flash_inside.packing import Steps, steps_of
 from flash_inside.precision import (
     FORMATS,
     LARGEST_D_OF_TORCH,
@@ -48,9 +45,6 @@ from flash_inside.recomputation import Statistics, doubtful, take
 from flash_inside.reference import log_matmul, log_sum_exp, safe_log
 from flash_inside.rules import check_lengths
 from flash_inside.scaled import leaf_values
-
-#: Tables of the last batches of up to so many words are kept, for passes over sentences of the same lengths.
-MOST_WORDS_KEPT, TABLES_KEPT = 1 << 16, 16
 
 
 class Chain(NamedTuple):
@@ -194,7 +188,7 @@ def _checked(
 
 def _scaled(chain: Chain, emissions: Tensor, lengths: list[int], precision: str, backend: str) -> tuple[Tensor, Tensor]:
     first, *second = chain.transition
-    steps = _steps(tuple(lengths), emissions.device)
+    steps = steps_of(tuple(lengths), emissions.device)
     return _ScaledForward.apply(
         chain.start, first, second[0] if second else None, emissions, steps, precision, backend == "triton"
     )
@@ -203,51 +197,10 @@ def _scaled(chain: Chain, emissions: Tensor, lengths: list[int], precision: str,
 # ---- scaled linear space --------------------------------------------------------------------------------------------
 
 
-class _Steps:
-    """Rows of the passes: those of the first step of all sorted sentences, then those of the second of all alive..."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device):
-        layout = Layout(lengths)
-        self.lengths = layout.lengths  # [B], decreasing
-        self.alive = layout.alive[1:]  # sentences at each step
-        self.begin = np.concatenate(([0], np.cumsum(self.alive)))
-        sentence = np.concatenate([np.arange(count) for count in self.alive])
-        step = np.repeat(np.arange(layout.longest), self.alive)
-        word = layout.leaf_word[layout.prefix[sentence] + step]
-        before = self.begin[np.maximum(step - 1, 0)] + sentence
-        end = self.begin[layout.lengths - 1] + np.arange(len(layout.lengths))
-        tables = sentence, step, word, before, end, np.array(layout.order), np.argsort(layout.order)
-        # One copy, for which the host does not wait
-        packed = copy_to_device(np.concatenate(tables), device).to(device).split([len(table) for table in tables])
-        self.sentence, self.step, self.word, self.before = packed[:4]  # each [rows]; before: row of the step before
-        self.end = packed[4]  # [B] row of the last step
-        self.order, self.inverse = packed[5:]  # [B] the caller's number of a sorted sentence; the other way round
-        self.shape = layout.longest, len(layout.lengths)
-
-    def rows(self, step: int) -> slice:
-        return slice(int(self.begin[step]), int(self.begin[step + 1]))
-
-    def by_sentence(self, values: Tensor) -> Tensor:
-        """[rows] -> [steps, B], with zeros after the ends of sentences."""
-        table = values.new_zeros(self.shape)
-        table[self.step, self.sentence] = values
-        return table
-
-
-def _steps(lengths: tuple[int, ...], device: torch.device) -> _Steps:
-    return _kept_steps(lengths, device) if sum(lengths) <= MOST_WORDS_KEPT else _Steps(lengths, device)
-
-
-@lru_cache(maxsize=TABLES_KEPT)
-def _kept_steps(lengths: tuple[int, ...], device: torch.device) -> _Steps:
-    with torch.inference_mode(False):  # for any later use
-        return _Steps(lengths, device)
-
-
 class _Forward:
     """alpha~ of all rows, and what scales it."""
 
-    def __init__(self, chain: Chain, emissions: Tensor, steps: _Steps, precision: Format, triton: bool):
+    def __init__(self, chain: Chain, emissions: Tensor, steps: Steps, precision: Format, triton: bool):
         compute, storage, device = precision.compute, precision.storage, emissions.device
         self.matrices = tuple(matrix.to(storage) for matrix in chain.transition)
         self.words, scale = leaf_values(emissions, steps.word, precision)  # e~ [rows, S], log n [rows]
@@ -271,7 +224,7 @@ class _Forward:
         self.end_sums = self.alpha[steps.end].double().sum(1)
         self.log_scale = steps.by_sentence(self.divisor.log() + scale).sum(0)
 
-    def _steps_in_torch(self, start: Tensor, steps: _Steps, compute: torch.dtype) -> None:
+    def _steps_in_torch(self, start: Tensor, steps: Steps, compute: torch.dtype) -> None:
         predicted = start.expand(steps.alive[0], -1)
         for step, count in enumerate(steps.alive):
             here = steps.rows(step)
@@ -296,7 +249,7 @@ class _Derivatives(NamedTuple):
     largest: Tensor  # [rows] largest D of anything stored
 
 
-def _derivatives(forward: _Forward, steps: _Steps, precision: Format, triton: bool) -> _Derivatives:
+def _derivatives(forward: _Forward, steps: Steps, precision: Format, triton: bool) -> _Derivatives:
     """Compute D for an incoming gradient of 1 a sentence, from the last step back: the backward algorithm."""
     compute = precision.compute
     predicted, middle = torch.empty_like(forward.alpha), torch.zeros_like(forward.middle)
@@ -342,7 +295,7 @@ class _ScaledForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, start: Tensor, first: Tensor, second: Tensor | None, emissions: Tensor, steps: _Steps, name: str,
+        ctx: Any, start: Tensor, first: Tensor, second: Tensor | None, emissions: Tensor, steps: Steps, name: str,
         triton: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         chain = Chain(start, (first,) if second is None else (first, second))

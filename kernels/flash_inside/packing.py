@@ -9,17 +9,25 @@ with prefix[b] the words of the earlier sentences, offset[1] = 0, offset[w+1] = 
 
 Where each sentence has rules of its own, sentences of one length are consecutive and have equally many rows of a width:
 these rows are a view [sentences, spans, symbols], and the product is one batched product for each length (a `Run`).
+
+A hidden Markov model has a row for every word, not for every span: `Steps`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from flash_inside.devices import copy_to_device
+
+#: Steps of the last batches of up to so many words are kept, for passes over sentences of the same lengths.
+MOST_WORDS_KEPT, TABLES_KEPT = 1 << 16, 16
 
 
 class Run(NamedTuple):
@@ -267,6 +275,47 @@ class Squares:
                 to = min(some + step, count)
                 here = slice(rows.start + some * spans, rows.start + to * spans)
                 yield here, left[some:to, :spans, : width - 1], right[some:to, width - 1 :, spans:]
+
+
+class Steps:
+    """Rows of the forward algorithm: of the first step of all sorted sentences, then of the second of all alive..."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device):
+        layout = Layout(lengths)
+        self.lengths = layout.lengths  # [B], decreasing
+        self.alive = layout.alive[1:]  # sentences at each step
+        self.begin = np.concatenate(([0], np.cumsum(self.alive)))
+        sentence = np.concatenate([np.arange(count) for count in self.alive])
+        step = np.repeat(np.arange(layout.longest), self.alive)
+        word = layout.leaf_word[layout.prefix[sentence] + step]
+        before = self.begin[np.maximum(step - 1, 0)] + sentence
+        end = self.begin[layout.lengths - 1] + np.arange(len(layout.lengths))
+        tables = sentence, step, word, before, end, np.array(layout.order), np.argsort(layout.order)
+        # One copy, for which the host does not wait
+        packed = copy_to_device(np.concatenate(tables), device).to(device).split([len(table) for table in tables])
+        self.sentence, self.step, self.word, self.before = packed[:4]  # each [rows]; before: row of the step before
+        self.end = packed[4]  # [B] row of the last step
+        self.order, self.inverse = packed[5:]  # [B] the caller's number of a sorted sentence; the other way round
+        self.shape = layout.longest, len(layout.lengths)
+
+    def rows(self, step: int) -> slice:
+        return slice(int(self.begin[step]), int(self.begin[step + 1]))
+
+    def by_sentence(self, values: Tensor) -> Tensor:
+        """[rows] -> [steps, B], with zeros after the ends of sentences."""
+        table = values.new_zeros(self.shape)
+        table[self.step, self.sentence] = values
+        return table
+
+
+def steps_of(lengths: tuple[int, ...], device: torch.device) -> Steps:
+    return _kept_steps(lengths, device) if sum(lengths) <= MOST_WORDS_KEPT else Steps(lengths, device)
+
+
+@lru_cache(maxsize=TABLES_KEPT)
+def _kept_steps(lengths: tuple[int, ...], device: torch.device) -> Steps:
+    with torch.inference_mode(False):  # for any later use
+        return Steps(lengths, device)
 
 
 def taken(packed: np.ndarray, lengths: Sequence[int], sentences: Sequence[int]) -> np.ndarray:

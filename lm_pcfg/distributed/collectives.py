@@ -123,10 +123,14 @@ class Collectives:
             result = action()
         except UserError as error:
             failure = error
+        self.agree(failure)
+        return result
+
+    def agree(self, failure: Exception | None = None) -> None:
+        """Go on if no process has failed; else raise on all of them, and only the first that failed says why."""
         failed = self.all_gather(failure is not None)
         if any(failed):
             raise failure if failure and failed.index(True) == self.rank else FailedElsewhere("another process failed")
-        return result
 
     def all_gather(self, value: T) -> list[T]:
         """Return the value of every process, in the order of ranks."""

@@ -43,7 +43,7 @@ class Ranks(Collectives):
         self._over = False  # all know that one has failed
 
     def agree(self, failure: Exception | None = None) -> None:
-        """Go on if no rank has failed; else raise on all of them, and only the first that failed says why."""
+        """As of all collectives; and once a reader has had enough of the output, all end without an error."""
         if self.world_size == 1 and failure is None:
             return
         own = "" if failure is None else _ENOUGH if isinstance(failure, BrokenPipeError) else _FAILED
@@ -66,17 +66,6 @@ class Ranks(Collectives):
         """Run the action on the main process and send its result to all."""
         result = self.on_all(action if self.is_main else lambda: None)
         return self.broadcast(result)  # type: ignore[return-value]
-
-    def on_all(self, action: Callable[[], Value]) -> Value:
-        """Run the action on every process; if it fails somewhere, all stop."""
-        result: Any = None
-        failure: UserError | None = None
-        try:
-            result = action()
-        except UserError as error:
-            failure = error
-        self.agree(failure)
-        return result
 
     def share(
         self, items: Sequence[Item], compute: Callable[[Item], Value], on_done: Callable[[Item], None] | None = None

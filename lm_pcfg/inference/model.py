@@ -25,7 +25,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import tell_long
 from lm_pcfg.grammar.parsing import NO_TREE, Parser, as_array, mbr_trees, mean_posteriors
 from lm_pcfg.inference.lines import OnLines, longest_line, unit_of
-from lm_pcfg.inference.next_word import NextWords, Surprisal, complete, log_probabilities_after, surprisals
+from lm_pcfg.inference.next_word import NextWords, complete, log_probabilities_after
 from lm_pcfg.inference.sample import (
     Drawn,
     Sample,
@@ -36,7 +36,7 @@ from lm_pcfg.inference.sample import (
     posterior_trees,
     text_of,
 )
-from lm_pcfg.inference.score import BATCH_COST, check_mixture, mixture_log_probabilities
+from lm_pcfg.inference.score import BATCH_COST, Surprisal, check_mixture, mixture_log_probabilities, surprisals
 from lm_pcfg.inference.symbols import SymbolTable, symbols_of
 from lm_pcfg.inference.trained import TrainedGrammar, Weights, load_trained
 

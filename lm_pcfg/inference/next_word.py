@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -290,88 +290,6 @@ class GrowingChain:
         self.ends = self.ends[which]
 
 
-class Surprisal(NamedTuple):
-    """The surprisal of every word of a line, in bits; their sum, with the end, is -log2 p(line)."""
-
-    words: list[str]
-    bits: np.ndarray  # [words]
-    end: float  # bits of the end of the sentence
-    #: [words + 1] bits: entropy of what comes next, a word or the end, before each word and before the end. None: not
-    #: asked for
-    entropy: np.ndarray | None = None
-
-    @property
-    def total(self) -> float:
-        return math.fsum([*self.bits.tolist(), self.end])
-
-    @property
-    def entropy_reduction(self) -> np.ndarray | None:
-        """By how much each word lowers that entropy: [words] bits, below 0 where a word raises it."""
-        return None if self.entropy is None else self.entropy[:-1] - self.entropy[1:]
-
-
-def surprisals(
-    models: Sequence[NextWords], lines: Sequence[str], *, precision: str, statistics: Statistics | None = None,
-    with_entropy: bool = False,
-) -> list[Surprisal | None]:  # fmt: skip
-    """Return the surprisals of some lines; None: blank, or its words cannot be told apart.
-
-    Several models: probabilities of prefixes are averaged, as those of an even mixture are.
-    """
-    results: list[Surprisal | None] = [None] * len(lines)
-    vocabulary = models[0].trained.vocabulary
-    end = [] if vocabulary.end_id is None else [vocabulary.end_id]
-    # What comes after the last word does not depend on the word there: any will do.
-    after_last = [0] if with_entropy and not end else []
-    symbols: list[int] = []
-    there: list[tuple[int, list[int], int]] = []  # line, boundaries of its words, symbols with <eos>
-    for number, (ids, line) in enumerate(zip(vocabulary.tokenise(lines), lines, strict=True)):
-        boundaries = vocabulary.word_boundaries(ids, len(line.split())) if ids else None
-        if boundaries is not None:
-            symbols += ids + end + after_last
-            there.append((number, boundaries, len(ids) + len(end)))
-    if not there:
-        return results
-    words, lengths = torch.tensor(symbols), [length + len(after_last) for _, _, length in there]
-    found = [
-        model.prefixes(words, lengths, precision=precision, statistics=statistics, with_next=with_entropy)
-        for model in models
-    ]
-    begins = _mean([one.begins for one in found]).cpu().numpy()
-    ends = _mean([one.ends for one in found]).cpu().numpy()
-    closings = [
-        model.closings(words, lengths, one.ends) if with_entropy else None
-        for model, one in zip(models, found, strict=True)
-    ]
-    first = 0
-    for number, boundaries, length in there:
-        own = slice(first, first + length + len(after_last))
-        cumulative = np.concatenate(([0.0], begins[own]))[boundaries]  # log P before each word, and after the last
-        entropy = _entropies(models, found, closings, own, begins)[boundaries] if with_entropy else None
-        with np.errstate(invalid="ignore"):  # what follows a word of probability 0 has no surprisal: NaN
-            bits = (cumulative[:-1] - cumulative[1:]) / math.log(2)
-            end_bits = float(cumulative[-1] - ends[first + length - 1]) / math.log(2)
-        results[number] = Surprisal(lines[number].split(), bits, end_bits, entropy)
-        first = own.stop
-    return results
-
-
-def _entropies(
-    models: Sequence[NextWords], found: Sequence[Prefixes], closings: Sequence[Tensor | None], own: slice,
-    begins: np.ndarray,
-) -> np.ndarray:  # fmt: skip
-    """Return the entropy in bits of what comes before each symbol of a sentence: [symbols]."""
-    joint = []
-    for model, one, closing in zip(models, found, closings, strict=True):
-        assert one.next is not None
-        joint.append(model.following(one.next[own], None if closing is None else closing[own]))
-    after = _mean(joint)  # [symbols, V + 1] log P(symbols before, word or end)
-    log_begun = np.concatenate(([0.0], begins[own]))[:-1]
-    log_p = after - torch.from_numpy(log_begun).to(after.device)[:, None]
-    terms = torch.where(log_p == -math.inf, 0.0, log_p.exp() * log_p)  # NaN after words of probability 0
-    return -terms.sum(1).cpu().numpy() / math.log(2)
-
-
 @torch.no_grad()
 def log_probabilities_after(models: Sequence[NextWords], begun: Sequence[int]) -> np.ndarray:
     """Return log p(what comes next | words) in the even mixture of some models: fp64 [V + 1], as `GrowingSentence`.
@@ -392,7 +310,7 @@ def log_probabilities_after(models: Sequence[NextWords], begun: Sequence[int]) -
         elif end_id is None:
             closing = found.ends[-2:-1] if begun else found.ends.new_full((1,), -math.inf)
         joint.append(model.following(found.next[-1:], closing)[0])
-    return _given(_mean(joint), _mean(log_begun))
+    return _given(mean_probability(joint), mean_probability(log_begun))
 
 
 def _given(joint: Tensor, log_begun: Tensor) -> np.ndarray:
@@ -429,7 +347,7 @@ class GrowingSentence:
                 closing = model.closing(growing, 1)
             joint.append(model.following(growing.next_preterminals(), closing)[0])
         begins = [growing.begins[0] if self.words else growing.begins.new_zeros(()) for _, growing in self._models]
-        return _given(_mean(joint), _mean(begins))
+        return _given(mean_probability(joint), mean_probability(begins))
 
 
 def complete(
@@ -453,7 +371,7 @@ def complete(
     return [next(made[places[place]]) for place in chosen.tolist()]
 
 
-def _mean(log_probabilities: Sequence[Tensor]) -> Tensor:
+def mean_probability(log_probabilities: Sequence[Tensor]) -> Tensor:
     """Average probabilities of several models, given and returned as logarithms in fp64."""
     stacked = torch.stack([one.double() for one in log_probabilities])
     return torch.logsumexp(stacked, 0) - math.log(len(stacked))

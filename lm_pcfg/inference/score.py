@@ -1,4 +1,4 @@
-"""Log-probabilities of the lines of a text, and its perplexity."""
+"""Log-probabilities of the lines of a text and of each of their words, and its perplexity."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from flash_inside import Statistics
+from flash_inside import Prefixes, Statistics
 from lm_pcfg.console import unseen
 from lm_pcfg.corpus.sentences import Sentences, encode_sentences
 from lm_pcfg.corpus.text import EMBEDDED_PREFIX, display_name, read_words
@@ -21,6 +23,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, perplexity, sentence_log_probabilities
 from lm_pcfg.inference.bounds import Bounds
 from lm_pcfg.inference.lines import OnLines, Warnings, longest_line, map_lines, warn_of_unknown
+from lm_pcfg.inference.next_word import NextWords, mean_probability
 from lm_pcfg.inference.trained import TrainedGrammar
 
 BATCH_COST = 25_600  # words squared of a batch
@@ -193,3 +196,88 @@ def score_report(
         lines = [words for words, counts in zip(read_words(source), result.is_scored, strict=True) if counts]
         report["best_possible_ppl"] = embedded.best_possible(lines).ppl
     return report
+
+
+# ---- word by word ---------------------------------------------------------------------------------------------------
+
+
+class Surprisal(NamedTuple):
+    """The surprisal of every word of a line, in bits; their sum, with the end, is -log2 p(line)."""
+
+    words: list[str]
+    bits: np.ndarray  # [words]
+    end: float  # bits of the end of the sentence
+    #: [words + 1] bits: entropy of what comes next, a word or the end, before each word and before the end. None: not
+    #: asked for
+    entropy: np.ndarray | None = None
+
+    @property
+    def total(self) -> float:
+        return math.fsum([*self.bits.tolist(), self.end])
+
+    @property
+    def entropy_reduction(self) -> np.ndarray | None:
+        """By how much each word lowers that entropy: [words] bits, below 0 where a word raises it."""
+        return None if self.entropy is None else self.entropy[:-1] - self.entropy[1:]
+
+
+def surprisals(
+    models: Sequence[NextWords], lines: Sequence[str], *, precision: str, statistics: Statistics | None = None,
+    with_entropy: bool = False,
+) -> list[Surprisal | None]:  # fmt: skip
+    """Return the surprisals of some lines; None: blank, or its words cannot be told apart.
+
+    Several models: probabilities of prefixes are averaged, as those of an even mixture are.
+    """
+    results: list[Surprisal | None] = [None] * len(lines)
+    vocabulary = models[0].trained.vocabulary
+    end = [] if vocabulary.end_id is None else [vocabulary.end_id]
+    # What comes after the last word does not depend on the word there: any will do.
+    after_last = [0] if with_entropy and not end else []
+    symbols: list[int] = []
+    there: list[tuple[int, list[int], int]] = []  # line, boundaries of its words, symbols with <eos>
+    for number, (ids, line) in enumerate(zip(vocabulary.tokenise(lines), lines, strict=True)):
+        boundaries = vocabulary.word_boundaries(ids, len(line.split())) if ids else None
+        if boundaries is not None:
+            symbols += ids + end + after_last
+            there.append((number, boundaries, len(ids) + len(end)))
+    if not there:
+        return results
+    words, lengths = torch.tensor(symbols), [length + len(after_last) for _, _, length in there]
+    found = [
+        model.prefixes(words, lengths, precision=precision, statistics=statistics, with_next=with_entropy)
+        for model in models
+    ]
+    begins = mean_probability([one.begins for one in found]).cpu().numpy()
+    ends = mean_probability([one.ends for one in found]).cpu().numpy()
+    closings = [
+        model.closings(words, lengths, one.ends) if with_entropy else None
+        for model, one in zip(models, found, strict=True)
+    ]
+    first = 0
+    for number, boundaries, length in there:
+        own = slice(first, first + length + len(after_last))
+        cumulative = np.concatenate(([0.0], begins[own]))[boundaries]  # log P before each word, and after the last
+        entropy = _entropies(models, found, closings, own, begins)[boundaries] if with_entropy else None
+        with np.errstate(invalid="ignore"):  # what follows a word of probability 0 has no surprisal: NaN
+            bits = (cumulative[:-1] - cumulative[1:]) / math.log(2)
+            end_bits = float(cumulative[-1] - ends[first + length - 1]) / math.log(2)
+        results[number] = Surprisal(lines[number].split(), bits, end_bits, entropy)
+        first = own.stop
+    return results
+
+
+def _entropies(
+    models: Sequence[NextWords], found: Sequence[Prefixes], closings: Sequence[Tensor | None], own: slice,
+    begins: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """Return the entropy in bits of what comes before each symbol of a sentence: [symbols]."""
+    joint = []
+    for model, one, closing in zip(models, found, closings, strict=True):
+        assert one.next is not None
+        joint.append(model.following(one.next[own], None if closing is None else closing[own]))
+    after = mean_probability(joint)  # [symbols, V + 1] log P(symbols before, word or end)
+    log_begun = np.concatenate(([0.0], begins[own]))[:-1]
+    log_p = after - torch.from_numpy(log_begun).to(after.device)[:, None]
+    terms = torch.where(log_p == -math.inf, 0.0, log_p.exp() * log_p)  # NaN after words of probability 0
+    return -terms.sum(1).cpu().numpy() / math.log(2)

@@ -18,6 +18,7 @@ from torch import Tensor
 from flash_inside.packing import Layout
 from flash_inside.precision import LARGEST_D_OF_TRITON
 from flash_inside.triton import gradient_kernels, kernels
+from flash_inside.triton.outside_kernel import outside_kernel
 from flash_inside.triton.weights import AnyWeights
 
 #: Programs that look through the derivatives of a sentence's spans of one width.
@@ -333,7 +334,7 @@ class Chart(ChartResults):
         """Compute derivatives for an incoming gradient of 1 a sentence, from the widest spans down."""
         n, words, longest, stride = weights.n, layout.words, layout.longest, root_stride(root)
         blocks = outside_blocks(n)
-        outside = Launchers(kernels.outside_kernel, blocks.warps, BLOCK=blocks.columns, SPLITS=blocks.splits)
+        outside = Launchers(outside_kernel, blocks.warps, BLOCK=blocks.columns, SPLITS=blocks.splits)
         for width in range(longest - 1, 0, -1):
             here = layout.span_rows(width)
             outside(

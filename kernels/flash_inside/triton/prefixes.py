@@ -15,8 +15,8 @@ from flash_inside.prefixes.chain import Chain, add_beginnings
 from flash_inside.prefixes.ending import LeftCorners
 from flash_inside.prefixes.scaled import Result
 from flash_inside.rules import Rules
-from flash_inside.triton import kernels
 from flash_inside.triton.chart import Chart, ChartResults, Launchers, Precise, Tables, check_sentences, outside_blocks
+from flash_inside.triton.outside_kernel import outside_kernel
 from flash_inside.triton.weights import Weights
 
 
@@ -66,7 +66,7 @@ class _PrefixChart:
         """Do as chain.py says. The kernel adds the derivative of whole sentences itself, as of log Z: with factor 1."""
         chart, layout, n, words, longest = self.chart, self.layout, self.n, self.layout.words, self.layout.longest
         blocks = outside_blocks(n)
-        outside = Launchers(kernels.outside_kernel, blocks.warps, BLOCK=blocks.columns, SPLITS=blocks.splits)
+        outside = Launchers(outside_kernel, blocks.warps, BLOCK=blocks.columns, SPLITS=blocks.splits)
         root = self.root.contiguous()
         for width in range(longest - 1, 0, -1):
             here = layout.span_rows(width)
