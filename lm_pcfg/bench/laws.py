@@ -75,7 +75,7 @@ class Fit:
 def trained(run: Run) -> Trained | str:
     """Return what a law needs of a run, or why it cannot take part."""
     best = run.best()
-    seen = sum(point.words for point in run.train)
+    words = _words_of_text(run)
     if run.failure is not None:
         return "it has failed"
     if not run.finished:
@@ -86,9 +86,20 @@ def trained(run: Run) -> Trained | str:
         return "it has no finite validation"
     if best.impossible:
         return f"{best.impossible} sentences of its validation text have probability 0"
-    if not seen or not run.seconds or not run.epochs:
+    if not words or not run.seconds:
         return "its metrics do not tell how many words it has seen"
-    return Trained(run.name, run.nonterminals, seen / run.epochs, run.epochs, run.seconds, math.log(best.perplexity))
+    epochs = sum(point.words for point in run.train) / words
+    return Trained(run.name, run.nonterminals, words, epochs, run.seconds, math.log(best.perplexity))
+
+
+def _words_of_text(run: Run) -> float:
+    """Return the words of an epoch, by the epochs that a run has seen to their end; of a part of the first, that part."""
+    last = run.epochs - 1
+    steps = run.settings.get("training", {}).get("max_steps")
+    cut_short = run.epochs_planned not in (None, run.epochs) or steps == run.steps
+    if cut_short and last:
+        return sum(point.words for point in run.train if point.epoch < last) / last
+    return sum(point.words for point in run.train) / max(run.epochs, 1)
 
 
 def best_of_each(runs: Sequence[Trained]) -> list[Trained]:
