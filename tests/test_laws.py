@@ -40,6 +40,15 @@ def test_a_law_is_found_again() -> None:
     assert law.at(256, 1e6) == pytest.approx(3.2 + 12 * 256**-0.4 + 400 * 1e6**-0.45, rel=1e-6)
 
 
+def test_a_law_says_what_its_runs_do_not_tell() -> None:
+    assert laws.fit(grid()).law.untold == []
+    alike = [run._replace(loss=3.2 + 400 * run.words**-0.45) for run in grid()]  # whatever their N
+    fitted = laws.fit(alike)
+    assert fitted.law.untold == ["nonterminals"]
+    assert "do not tell how the loss falls with N" in laws.table(fitted)
+    assert laws.report(fitted)["law"]["untold"] == ["nonterminals"]
+
+
 def test_a_run_is_predicted_by_the_others_alone() -> None:
     runs = grid()
     runs[-1] = runs[-1]._replace(loss=runs[-1].loss * 1.05)  # the largest does not follow the law
