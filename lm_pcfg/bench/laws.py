@@ -101,7 +101,7 @@ def trained(run: Run) -> Trained | str:
 
 
 def _words_of_text(run: Run) -> float:
-    """Return the words of an epoch, by the epochs that a run has seen to their end; of a part of the first, that part."""
+    """Return the words of an epoch, by those that a run has seen to their end; of a part of the first, that part."""
     last = run.epochs - 1
     steps = run.settings.get("training", {}).get("max_steps")
     cut_short = run.epochs_planned not in (None, run.epochs) or steps == run.steps
