@@ -18,6 +18,9 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "ppl_per_byte": "the same per byte of the text, an end of line is one byte. With unknown words it is a lower "
         "bound (>=): to write out a word costs more than the one <unk> that was predicted",
         "ppl_per_byte_is_lower_bound": "whether `ppl_per_byte` is such a lower bound",
+        "bits_per_character": "the same likelihood in bits (base 2) a character, an end of line is one character; with "
+        "unknown words a lower bound (>=), too",
+        "bits_per_character_is_lower_bound": "whether `bits_per_character` is such a lower bound",
         "ppl_per_word_at_least": "in MLflow: `ppl_per_word` where it is a lower bound; `unknown_share` is beside it",
         "ppl_per_byte_at_least": "in MLflow: the same of `ppl_per_byte`",
         "ppl_words": "exp(nll / words): ends of lines have their cost but are not counted. Always above `ppl_per_word`",
@@ -43,6 +46,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "words": "words between spaces; in metrics and dry runs: units of the vocabulary",
         "pieces": "units of the vocabulary: pieces, or words if it is of words",
         "bytes": "bytes of the words in UTF-8, with a space between two",
+        "characters": "characters (code points) of the same",
         "lines": "lines that were scored",
         "tokens": "units of the vocabulary plus lines: every line also predicts its end",
         "skipped": "lines without a score: too long, too short, or of probability 0. In training: updates left out "

@@ -84,14 +84,14 @@ def test_score_has_the_share_beside_the_perplexity(folder):
     assert f"{folder / 'stranger'}: 7.14 % of its words are unknown" in said
 
 
-@pytest.mark.parametrize("figure", ["ppl_per_word", "ppl_per_byte"])
+@pytest.mark.parametrize("figure", ["ppl_per_word", "ppl_per_byte", "bits_per_character"])
 def test_a_figure_per_word_or_byte_is_a_lower_bound_where_words_are_unknown(folder, figure):
     assert scored(folder, "strange")[0][f"{figure}_is_lower_bound"] is True
     known = scored(folder, "known")[0]
     assert (known[f"{figure}_is_lower_bound"], known["unknown_share"]) == (False, 0.0)
     shown = ran("score", folder / "strange", "--checkpoint", folder / "runs/one").stdout
-    assert f"{figure}     >= {scored(folder, 'strange')[0][figure]:,.4f}" in shown
-    assert "unknown_share    4.17 %" in shown
+    assert f"{figure:<18}  >= {scored(folder, 'strange')[0][figure]:,.4f}" in shown
+    assert f"{'unknown_share':<18}  4.17 %" in shown
     assert "lower_bound" not in shown
     assert ">=" not in ran("score", folder / "known", "--checkpoint", folder / "runs/one").stdout
 

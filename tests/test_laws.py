@@ -15,6 +15,7 @@ from lm_pcfg import cli
 from lm_pcfg.bench import laws
 from lm_pcfg.bench.laws import Law, Trained
 from lm_pcfg.errors import UserError
+from lm_pcfg.inference.report import read_runs
 from lm_pcfg.storage.metrics_file import MetricsFile
 
 SIZES, TEXTS = (256, 1024, 4096), (1e6, 4e6, 1.6e7)
@@ -37,6 +38,15 @@ def test_a_law_is_found_again() -> None:
     assert law.exponents == pytest.approx(TRUE.exponents, rel=1e-3)
     assert law.coefficients == pytest.approx(TRUE.coefficients, rel=1e-2)
     assert law.at(256, 1e6) == pytest.approx(3.2 + 12 * 256**-0.4 + 400 * 1e6**-0.45, rel=1e-6)
+
+
+def test_a_law_says_what_its_runs_do_not_tell() -> None:
+    assert laws.fit(grid()).law.untold == []
+    alike = [run._replace(loss=3.2 + 400 * run.words**-0.45) for run in grid()]  # whatever their N
+    fitted = laws.fit(alike)
+    assert fitted.law.untold == ["nonterminals"]
+    assert "do not tell how the loss falls with N" in laws.table(fitted)
+    assert laws.report(fitted)["law"]["untold"] == ["nonterminals"]
 
 
 def test_a_run_is_predicted_by_the_others_alone() -> None:
@@ -133,6 +143,38 @@ def write_run(folder: Path, run: Trained, finished: bool = True) -> None:
         folder.joinpath("FINISHED").touch()
 
 
+def test_an_epoch_that_was_cut_short_makes_no_text_smaller(tmp_path: Path) -> None:
+    write_run(tmp_path / "cut", run_of(256, 1e6, epochs=3.0))
+    line = {"epoch": 3, "train/learning_rate": 1e-3, "train/ppl": 99.0, "train/seconds": 10.0}
+    metrics = MetricsFile(tmp_path / "cut" / "metrics.jsonl", pytest.fail)
+    metrics.append(350, {**line, "train/words_per_second": 5e4})  # half of the fourth epoch
+    metrics.close()
+    config = tmp_path / "cut" / "config.yaml"
+    config.write_text(config.read_text().replace("epochs: 4", "epochs: 4, max_steps: 350"))
+    found = trained(tmp_path / "cut")
+    assert (found.words, found.epochs) == pytest.approx((1e6, 3.5))
+
+
+def test_what_passes_between_steps_adds_no_words(tmp_path: Path) -> None:
+    write_run(tmp_path / "saving", run_of(256, 1e6, epochs=0.0))
+    metrics = MetricsFile(tmp_path / "saving" / "metrics.jsonl", pytest.fail)
+    for epoch in range(4):  # of 100 steps of 0.1 s, and 5 s for a checkpoint
+        line = {"epoch": epoch, "train/learning_rate": 1e-3, "train/ppl": 99.0, "train/seconds": 15.0}
+        times = {"time/data": 0.01, "time/compute": 0.08, "time/communication": 0.01}
+        metrics.append(100 * (epoch + 1), {**line, **times, "train/words_per_second": 1e5})
+    metrics.append(400, {"valid/ppl": 99.0, "valid/impossible": 0})
+    metrics.close()
+    found = trained(tmp_path / "saving")
+    assert (found.words, found.epochs, found.seconds) == pytest.approx((1e6, 4.0, 60.0))
+
+
+def trained(folder: Path) -> Trained:
+    (run,) = read_runs([folder], pytest.fail)
+    found = laws.trained(run)
+    assert isinstance(found, Trained), found
+    return found
+
+
 @pytest.fixture(scope="module")
 def search(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "scaling"
@@ -173,6 +215,17 @@ def test_wrong_options_are_refused_in_one_line(search: Path, arguments: list[str
     result = CliRunner().invoke(cli.app, ["fit", str(search), *arguments])
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+def test_losses_of_different_vocabularies_are_no_law(tmp_path: Path) -> None:
+    for number, run in enumerate(grid()):
+        write_run(tmp_path / run.name, run)
+        (tmp_path / run.name / "vocab").mkdir()
+        description = {"kind": "words", "types": 100, "sha256": str(number % 2)}
+        (tmp_path / run.name / "vocab" / "vocabulary.json").write_text(json.dumps(description))
+    result = CliRunner().invoke(cli.app, ["fit", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "these runs have different vocabularies (100 types)" in result.stderr
 
 
 def test_losses_per_word_and_per_piece_have_no_law_in_common(search: Path, tmp_path: Path) -> None:

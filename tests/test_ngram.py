@@ -263,6 +263,9 @@ def test_lines_and_tokens_are_those_of_score(tmp_path):
     names = [name for name in (*ALIKE, "unit", "skipped", "ppl_per_word_is_lower_bound") if name != "nll"]
     assert {name: own[name] for name in names} == {name: scored[name] for name in names}
     assert own["skipped"] > 0
+    characters = scored["characters"] + scored["lines"]
+    assert own["bits_per_character"] == pytest.approx(own["nll"] / math.log(2) / characters)
+    assert own["bits_per_character_is_lower_bound"] == scored["bits_per_character_is_lower_bound"]
     assert "lines skipped: longer than --max-length, or too short for the run's model" in result.stderr
     assert signature(score).parameters["max_length"].default == ngram.MAX_LENGTH
 
@@ -342,6 +345,8 @@ def test_words_of_shards_of_pieces_are_told_by_their_spaces(tmp_path):
     prepare([str(tmp_path / "valid.txt")], tmp_path / "prepared", options, processes=1)
     of_text, of_shards = (compare_with_run(run, name, 2, silent) for name in (None, str(tmp_path / "prepared")))
     assert {name: of_shards[name] for name in ALIKE} == {name: of_text[name] for name in ALIKE}
+    assert "bits_per_character" not in of_shards  # which do not have the text
+    assert "bits_per_character" in of_text
 
 
 def test_what_a_run_did_not_have_is_said(tmp_path):

@@ -217,6 +217,9 @@ def test_score_reports_per_piece_per_word_and_per_byte(tmp_path):
     assert report["tokens"] == report["pieces"] + report["lines"]
     for name, count in (("ppl", "pieces"), ("ppl_per_word", "words"), ("ppl_per_byte", "bytes")):
         assert report[name] == pytest.approx(math.exp(report["nll"] / (report[count] + report["lines"])))
+    assert report["characters"] == sum(len(" ".join(line)) for line in lines) == report["bytes"] - 1  # the ï has two
+    bits = report["nll"] / math.log(2) / (report["characters"] + report["lines"])
+    assert report["bits_per_character"] == pytest.approx(bits)
     assert report["unknown_words"] >= 1  # the ï
     # the model itself, on raw text that is tokenised as it is read
     model = str(run / "vocab/pieces.model")

@@ -24,6 +24,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.inference.report import Run
 
 EXPONENTS = (0.01, 3.0)  # where exponents are looked for
+AT_EDGE = 0.001  # an exponent so close to the edges, relatively, is at them
 SAME_TEXT = 0.02  # texts whose words differ by at most so much, relatively, count as one
 HOUR = 3600.0
 
@@ -58,6 +59,13 @@ class Law(NamedTuple):
     def of(self, run: Trained) -> float:
         return self.at(*(getattr(run, name) for name in self.variables))
 
+    @property
+    def untold(self) -> list[str]:
+        """The variables that the runs tell nothing of: their term is 0, or its exponent at the edge of the search."""
+        low, high = EXPONENTS[0] * (1 + AT_EDGE), EXPONENTS[1] * (1 - AT_EDGE)
+        terms = zip(self.variables, self.coefficients, self.exponents, strict=True)
+        return [name for name, coefficient, exponent in terms if coefficient == 0 or not low < exponent < high]
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -75,7 +83,7 @@ class Fit:
 def trained(run: Run) -> Trained | str:
     """Return what a law needs of a run, or why it cannot take part."""
     best = run.best()
-    seen = sum(point.words for point in run.train)
+    words = _words_of_text(run)
     if run.failure is not None:
         return "it has failed"
     if not run.finished:
@@ -86,9 +94,20 @@ def trained(run: Run) -> Trained | str:
         return "it has no finite validation"
     if best.impossible:
         return f"{best.impossible} sentences of its validation text have probability 0"
-    if not seen or not run.seconds or not run.epochs:
+    if not words or not run.seconds:
         return "its metrics do not tell how many words it has seen"
-    return Trained(run.name, run.nonterminals, seen / run.epochs, run.epochs, run.seconds, math.log(best.perplexity))
+    epochs = sum(point.words for point in run.train) / words
+    return Trained(run.name, run.nonterminals, words, epochs, run.seconds, math.log(best.perplexity))
+
+
+def _words_of_text(run: Run) -> float:
+    """Return the words of an epoch, by those that a run has seen to their end; of a part of the first, that part."""
+    last = run.epochs - 1
+    steps = run.settings.get("training", {}).get("max_steps")
+    cut_short = run.epochs_planned not in (None, run.epochs) or steps == run.steps
+    if cut_short and last:
+        return sum(point.words for point in run.train if point.epoch < last) / last
+    return sum(point.words for point in run.train) / max(run.epochs, 1)
 
 
 def best_of_each(runs: Sequence[Trained]) -> list[Trained]:
@@ -227,8 +246,8 @@ def report(fitted: Fit) -> dict[str, Any]:
     """Everything that was found, for machines."""
     largest = fitted.largest
     return {
-        "law": fitted.law._asdict(),
-        "compute": fitted.compute._asdict() if fitted.compute else None,
+        "law": _described(fitted.law),
+        "compute": _described(fitted.compute) if fitted.compute else None,
         "largest": largest.name,
         "largest_error": _error(fitted.left_out.get(largest.name), largest.loss),
         "runs": [
@@ -243,6 +262,10 @@ def report(fitted: Fit) -> dict[str, Any]:
             for run in fitted.runs
         ],
     }
+
+
+def _described(law: Law) -> dict[str, Any]:
+    return {**law._asdict(), "untold": law.untold}
 
 
 def _error(predicted: float | None, loss: float) -> float | None:
@@ -267,6 +290,9 @@ def table(fitted: Fit) -> str:
         lines.append(
             f"L = {formula(fitted.compute)}   of the {len(fitted.frontier)} runs that no cheaper one beats; C seconds"
         )
+    for law in filter(None, (fitted.law, fitted.compute)):
+        for name in law.untold:
+            lines.append(f"these runs do not tell how the loss falls with {_SYMBOLS[name]}: its exponent is at an edge")
     largest = fitted.largest
     if (said := fitted.left_out.get(largest.name)) is not None:
         lines.append(

@@ -50,18 +50,21 @@ class Texts:
     vocabulary: AnyVocabulary
     names: dict[str, str]  # as they are reported: train, test, the checkpoint
 
-    @property
-    def words(self) -> int:
-        """Words of the test text between white space."""
+    def words_and_characters(self) -> tuple[int, int | None]:
+        """Words of the test text between white space; its characters, a space between two words, if it is a file."""
         name, test = self.names["test"], self.test
-        if test.unit == "words":
-            return test.words
         path = Path(name)
         if name.startswith(EMBEDDED_PREFIX) or (path.is_file() and not is_json(path) and not is_parquet(path)):
-            scored = set(test.line_numbers.tolist())
-            return sum(len(words) for number, words in enumerate(read_words(name), start=1) if number in scored)
+            scored, words, characters = set(test.line_numbers.tolist()), 0, 0
+            for number, line in enumerate(read_words(name), start=1):
+                if number in scored:
+                    words += len(line)
+                    characters += sum(map(len, line)) + len(line) - 1
+            return words, characters
+        if test.unit == "words":
+            return test.words, None
         spaces = np.array([piece.count(SPACE) for piece in (*self.vocabulary.words, "")])  # each word begins with one
-        return int(spaces[test.ids].sum())
+        return int(spaces[test.ids].sum()), None
 
 
 def compare(
@@ -159,7 +162,9 @@ def _report(texts: Texts, order: int, warn: Warn) -> dict[str, Any]:
     skipped = test.skipped.too_long + test.skipped.too_short
     if skipped:
         warn(f"{name}: {skipped:,} lines skipped: longer than --max-length, or too short for the run's model")
-    nll, tokens, words = model.nll(test), len(test.ids), texts.words
+    nll, tokens, is_lower_bound = model.nll(test), len(test.ids), bool(test.unknown_words.share)  # as `lm_pcfg score`
+    words, characters = texts.words_and_characters()
+    per_character = None if characters is None else nll / math.log(2) / (characters + len(test))
     return {
         **texts.names,
         "order": order,
@@ -174,7 +179,9 @@ def _report(texts: Texts, order: int, warn: Warn) -> dict[str, Any]:
         **test.unknown_words.report(),
         "ppl": math.exp(nll / tokens),
         "ppl_per_word": math.exp(nll / (words + len(test))),
-        "ppl_per_word_is_lower_bound": bool(test.unknown_words.share),  # as in `lm_pcfg score`
+        "ppl_per_word_is_lower_bound": is_lower_bound,
+        **({} if per_character is None else {"bits_per_character": per_character}),
+        **({} if per_character is None else {"bits_per_character_is_lower_bound": is_lower_bound}),
         "ppl_words": math.exp(nll / words),
         "unigram_ppl": math.exp(unigram.nll(test) / tokens),
     }

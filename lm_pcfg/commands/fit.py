@@ -39,6 +39,7 @@ def fit(
     from lm_pcfg.bench import laws
     from lm_pcfg.bench.plot import draw_laws
     from lm_pcfg.inference import report as reports
+    from lm_pcfg.inference.comparison import differences
 
     runs = reports.read_runs(_runs_of(folders), warn)
     if len({run.unit for run in runs if run.unit}) > 1:
@@ -52,6 +53,9 @@ def fit(
             warn(f"{run.name} takes no part: {one}")
         else:
             taken.append(one)
+    names = {one.name for one in taken}
+    for reason in differences([run for run in runs if run.name in names]):
+        warn(reason)
     fitted = laws.fit(taken)
     advice = None if words is None or hours is None else laws.advise(fitted, words, hours * laws.HOUR)
     if as_json:

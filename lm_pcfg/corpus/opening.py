@@ -272,11 +272,14 @@ def first_text(settings: Settings, train: Text, words: int) -> tuple[np.ndarray,
     if isinstance(train, Sentences):
         return train.ids, train.lengths
     batches: list[Batch] = []
+    taken = 0
     stream = training_stream(settings, train, rank=0, world_size=1)
     try:
         for _ in range(stream.steps_per_epoch(0)):
-            batches += stream.next_step()
-            if sum(batch.n_words for batch in batches) >= words:
+            step = stream.next_step()
+            batches += step
+            taken += sum(batch.n_words for batch in step)
+            if taken >= words:
                 break
     finally:
         stream.close()

@@ -24,6 +24,15 @@ _CHOICE = ("size", "min_count", "end_of_sentence")  # options that say how words
 
 def incomparable(runs: Sequence[Run]) -> list[str]:
     """Say why the perplexities of these runs should not be compared; one reason a line."""
+    reasons = differences(runs)
+    if many := [run.name for run in runs if (run.unknown_share or 0.0) >= WARN_FROM]:
+        unknown = f"{percent(WARN_FROM)} or more of the validation text is unknown"
+        reasons.append(f"{', '.join(many)}: {unknown}; perplexities are only comparable with the same vocabulary")
+    return reasons
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+    """Say what makes perplexities of these runs figures of different things: units, vocabularies, validation texts."""
     reasons = []
     if len({run.unit for run in runs if run.unit}) > 1:
         reasons.append(
@@ -35,11 +44,7 @@ def incomparable(runs: Sequence[Run]) -> list[str]:
         by_unit[run.unit].append(run)
     for some in by_unit.values():
         reasons += _vocabularies(some)
-    reasons += _validation_texts(list(by_unit.values()))
-    if many := [run.name for run in runs if (run.unknown_share or 0.0) >= WARN_FROM]:
-        unknown = f"{percent(WARN_FROM)} or more of the validation text is unknown"
-        reasons.append(f"{', '.join(many)}: {unknown}; perplexities are only comparable with the same vocabulary")
-    return reasons
+    return reasons + _validation_texts(list(by_unit.values()))
 
 
 def incomparable_losses(runs: Sequence[Run]) -> list[str]:

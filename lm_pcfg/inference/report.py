@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Point:
     loss: float | None = None  # in training, as it is minimised
     s_f1: float | None = None  # in validation with gold trees, in percent
     tokens: int | None = None  # in validation, if all sentences have a probability: those of the text
+    epoch: int = 0  # in training, from 0: that of its last step
 
 
 @dataclass
@@ -172,8 +173,9 @@ def _add(run: Run, line: dict[str, Any], previous: dict[str, Any] | None) -> Non
     if (speed := _number(line, "train/words_per_second")) is not None:
         run.words_per_second.append(speed)
     if (perplexity := _number(line, "train/ppl")) is not None:
-        words = (speed or 0.0) * max(passed or 0.0, 0.0)
-        run.train.append(Point(run.steps, run.seconds, perplexity, words=words, loss=_number(line, "train/loss")))
+        words = (speed or 0.0) * _seconds_of_steps(run, line, max(passed or 0.0, 0.0))
+        point = Point(run.steps, run.seconds, perplexity, words=words, loss=_number(line, "train/loss"))
+        run.train.append(replace(point, epoch=max(run.epochs - 1, 0)))
     if isinstance(line.get("valid/ppl"), int | float):
         impossible = int(_number(line, "valid/impossible") or 0)
         run.unknown_share = _number(line, "valid/unknown_share")
@@ -182,6 +184,13 @@ def _add(run: Run, line: dict[str, Any], previous: dict[str, Any] | None) -> Non
         s_f1 = _number(line, "valid/s_f1")
         point = Point(run.steps, run.seconds, float(line["valid/ppl"]), impossible, s_f1=s_f1, tokens=run.valid_tokens)
         run.valid.append(point)
+
+
+def _seconds_of_steps(run: Run, line: dict[str, Any], passed: float) -> float:
+    """The seconds that a line's speed is of: those of its steps, without what passed between them, as in a save."""
+    parts = [_number(line, f"time/{part}") for part in ("data", "compute", "communication")]  # of a step
+    steps = run.steps - (run.train[-1].step if run.train else 0)
+    return passed if None in parts else sum(filter(None, parts)) * steps
 
 
 def _is_of_training(line: dict[str, Any]) -> bool:

@@ -37,6 +37,7 @@ class TextScore:
     pieces: int = 0  # what the vocabulary makes of the lines: words, or pieces of words
     words: int = 0  # between white space
     bytes: int = 0  # of the words joined by single spaces
+    characters: int = 0  # of the same: code points
     lines: int = 0
     skipped: int = 0
     blank: int = 0
@@ -64,6 +65,11 @@ class TextScore:
     def perplexity_per_byte(self) -> float:
         """The same per byte, and likewise a lower bound. The end of a line counts as one byte, its newline."""
         return CorpusScore(math.fsum(self.nlls), self.bytes, self.lines, impossible=0).perplexity
+
+    @property
+    def bits_per_character(self) -> float:
+        """The same as bits of a character, and likewise a lower bound. The end of a line counts as one character."""
+        return math.fsum(self.nlls) / math.log(2) / (self.characters + self.lines)
 
     def unknown(self, unit: str) -> Unknown:
         return Unknown(self.unknown_words, self.literal_unknown, self.pieces, unit)
@@ -144,6 +150,7 @@ def score_lines(
             result.unknown_words += line.unknown
             result.literal_unknown += line.literal
             result.bytes += len(text)
+            result.characters += len(text.decode("utf-8"))
         result.blank += value is None
         result.skipped += value == -math.inf
         result.is_scored.append(value is not None and math.isfinite(value))
@@ -174,6 +181,7 @@ def score_report(
         "words": result.words,
         "pieces": result.pieces,
         "bytes": result.bytes,
+        "characters": result.characters,
         "lines": total.lines,
         "tokens": total.tokens,
         "unit": mixture[0].vocabulary.unit,
@@ -182,6 +190,8 @@ def score_report(
         "ppl_per_word_is_lower_bound": is_lower_bound,
         "ppl_per_byte": result.perplexity_per_byte,
         "ppl_per_byte_is_lower_bound": is_lower_bound,
+        "bits_per_character": result.bits_per_character,
+        "bits_per_character_is_lower_bound": is_lower_bound,
         "ppl_words": perplexity(total.nll / result.words),
         "skipped": result.skipped,
         **result.unknown(mixture[0].vocabulary.unit).report(),
