@@ -328,3 +328,12 @@ def test_words_begin_as_they_do_with_the_text_in_memory(shards, source, capsys):
         words.append(Steps(settings, Engine(settings)).learner.plain_model.words.detach())
     torch.testing.assert_close(*words)
     assert capsys.readouterr().err.count("the neighbours of") == 2
+
+
+def test_a_resumed_run_does_not_count_neighbours_again(shards, capsys):
+    overrides, changes = ("model.init=contexts(0.1, 0.3)", "data.max_length=8"), {"data": SOURCES["prepared"](shards)}
+    loop.train(settings_for(shards, *overrides, "training.max_steps=1", **changes))
+    assert "the neighbours of" in capsys.readouterr().err
+    run = loop.train(settings_for(shards, *overrides, "training.max_steps=2", "resume=auto", **changes))
+    assert "the neighbours of" not in capsys.readouterr().err
+    assert checkpoint.verify(checkpoint.latest(run))["step"] == 2

@@ -74,7 +74,8 @@ class Steps:
         words = self.corpora.vocabulary.words
         engine.on_all(self._check_memory)
         text = None
-        if wanted := self.family.text_wanted(model):
+        wanted = self.family.text_wanted(model)
+        if wanted and vocabulary is None:  # the weights of a resumed run come from its checkpoint
             if engine.is_main:
                 say(f"init: the neighbours of {len(words):,} words tell where they begin (seconds to a minute)")
             text = opening.first_text(settings, self.corpora.train, wanted)
