@@ -181,3 +181,15 @@ def test_a_model_without_room_for_the_rules_of_one_sentence_is_refused(monkeypat
     with pytest.raises(OutOfMemory, match="not enough memory for such a model"):
         family.check_memory(model, 10, "cpu")
     assert family.check_memory(model, 10, "cuda") == needed - 4 * 3 * 7**2  # a GPU tells by itself when it is full
+
+
+@pytest.mark.parametrize(("family", "power"), [("sn_pcfg", 2), ("n_pcfg", 3), ("c_pcfg", 3), ("sc_pcfg", 2)])
+def test_state_dropout_leaves_fewer_rules_unless_it_falls_to_0(family, power):
+    family_of = families.get(family)
+    weights = family_of.model_memory(family_of.section(family=family, nonterminals=64), 10, "cuda")
+
+    def rules(**dropout):
+        return family_of.model_memory(family_of.section(family=family, nonterminals=64, **dropout), 10, "cpu") - weights
+
+    assert rules(state_dropout=0.5) == rules() / 2**power
+    assert rules(state_dropout=0.5, state_dropout_until=0.8) == rules() > 0

@@ -75,7 +75,8 @@ class CPCFG(CompoundFamily):
         return CompoundModule(networks, self.encoder(model, len(words), generator), Compound)
 
     def rules_of_a_sentence(self, model: CPCFGSection) -> float:
-        return model.nonterminals * ((model.nonterminals + model.preterminals) * (1 - model.state_dropout)) ** 2
+        rules = model.nonterminals * (model.nonterminals + model.preterminals) ** 2
+        return rules * self.share_of_a_step(model) ** 3
 
     def chart_type(self, model: Any, precision: str) -> torch.dtype:
         return FORMATS[precision].compute  # dense charts are never bf16

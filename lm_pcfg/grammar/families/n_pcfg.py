@@ -100,7 +100,7 @@ class NPCFG(PCFGFamily):
     def model_memory(self, model: PCFGSection, words: int, device: torch.device | str) -> float:
         """Count the weights, and on a CPU the rules of a step."""
         rules = model.nonterminals * (model.nonterminals + model.preterminals) ** 2
-        of_a_step = rules * (1.0 - model.state_dropout) ** 3 if torch.device(device).type == "cpu" else 0
+        of_a_step = rules * self.share_of_a_step(model) ** 3 if torch.device(device).type == "cpu" else 0
         return BYTES * (self.fewest_weights(model, words) + of_a_step)
 
     def fewest_weights(self, model: Any, words: int) -> int:

@@ -34,7 +34,7 @@ class PCFGFamily(Family):
         """Count the weights, and on a CPU the rules of a step."""
         nonterminals = self.chart_nonterminals(model)
         rules = 2 * nonterminals * (nonterminals + model.preterminals)
-        of_a_step = rules * (1.0 - model.state_dropout) ** 2 if torch.device(device).type == "cpu" else 0
+        of_a_step = rules * self.share_of_a_step(model) ** 2 if torch.device(device).type == "cpu" else 0
         return BYTES * (self.fewest_weights(model, words) + of_a_step)
 
     def chart_memory(self, model: PCFGSection, lengths: Sequence[int], precision: str) -> float:
@@ -46,8 +46,11 @@ class PCFGFamily(Family):
 
     def _most_of_a_step(self, model: PCFGSection) -> int:
         """Return how many nonterminals state dropout leaves at most."""
-        share = 1.0 - model.state_dropout if model.state_dropout_until is None else 1.0
-        return max(1, int(share * self.chart_nonterminals(model)))
+        return max(1, int(self.share_of_a_step(model) * self.chart_nonterminals(model)))
+
+    def share_of_a_step(self, model: PCFGSection) -> float:
+        """Return the share of the symbols that state dropout leaves at most: all, where it falls to 0."""
+        return 1.0 - model.state_dropout if model.state_dropout_until is None else 1.0
 
     def chart_nonterminals(self, model: Any) -> int:
         """Return the nonterminals of the `Grammar`, which need not be those that the model is written in."""

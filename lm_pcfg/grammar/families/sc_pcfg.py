@@ -159,7 +159,8 @@ class SCPCFG(CompoundFamily):
         return CompoundModule(networks, self.encoder(model, len(words), generator), CompoundSimple)
 
     def rules_of_a_sentence(self, model: SCPCFGSection) -> float:
-        return 2 * model.nonterminals * (model.nonterminals + model.preterminals) * (1 - model.state_dropout) ** 2
+        rules = 2 * model.nonterminals * (model.nonterminals + model.preterminals)
+        return rules * self.share_of_a_step(model) ** 2
 
     def fewest_weights(self, model: SCPCFGSection, words: int) -> int:
         return (model.nonterminals + model.preterminals + words) * model.dimension + words * model.encoder
