@@ -17,6 +17,7 @@ from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint, durable, run_folder
 from lm_pcfg.storage.metrics_file import read_metrics
 from lm_pcfg.training import loop
+from lm_pcfg.training.resumption import good_checkpoint
 from texts import write_config
 
 SHORT = {"training": {"epochs": 9, "max_steps": 3, "log_every": 1}, "data": {"valid": None}}
@@ -62,6 +63,30 @@ class TestCheckpointsGone:
         assert (steps(run), steps(run, "metrics-1.jsonl")) == ([1, 2], [1, 2, 3])
         said = capsys.readouterr().err.splitlines()
         assert [line for line in said if "its metrics are now metrics-1.jsonl" in line]
+
+
+class TestRenamedCheckpoint:
+    def test_it_is_named_and_no_resume_begins_with_it(self, run, capsys):
+        """Its name says that it is the newest: each resume would begin with it again, and drop what came since."""
+        renamed = run / "checkpoints" / "step-00000040"
+        (run / "checkpoints" / "step-00000002").rename(renamed)
+        for last in (4, 5):
+            train(run.parents[1], "resume=auto", f"training.max_steps={last}")
+            said = capsys.readouterr().err.splitlines()
+            (told,) = [line for line in said if line.startswith("warning")]
+            assert (
+                f"passed over: {renamed} has another name than it was written with: rename it to step-0000000" in told
+            )
+            assert f"continued from step {last - 1}" in " ".join(said)
+        assert steps(run) == [1, 2, 3, 4, 5]
+
+    def test_it_is_no_checkpoint_to_go_back_to(self, run):
+        for number in (2, 3):
+            shutil.rmtree(run / "checkpoints" / f"step-0000000{number}")
+        first = run / "checkpoints" / "step-00000001"
+        assert good_checkpoint(run, 5) == first
+        first.rename(first.with_name("step-00000004"))
+        assert good_checkpoint(run, 5) is None
 
 
 class TestMetrics:

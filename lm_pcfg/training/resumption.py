@@ -24,7 +24,6 @@ from lm_pcfg.settings import Settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.run_folder import unfinished
 from lm_pcfg.storage.saving import load_fitting, tidy
-from lm_pcfg.storage.state_file import read_state
 from lm_pcfg.training.documents import flat, open_settings
 from lm_pcfg.training.evaluation import measured_on
 from lm_pcfg.training.position import Position
@@ -127,7 +126,7 @@ def good_checkpoint(run: Path, before: int) -> Path | None:
     """Return the checkpoint of an earlier step to go back to: the best, or the newest that had not diverged."""
     for folder in (checkpoint.best(run), *reversed(checkpoint.list_checkpoints(run))):
         with suppress(UserError):  # one that is damaged
-            state = read_state(folder / checkpoint.STATE) if folder is not None else None
+            state = checkpoint.verify(folder, only=set()) if folder is not None else None
             if state is not None and state["step"] < before and not state.get("diverged"):
                 return folder
     return None
