@@ -14,7 +14,7 @@ import pytest
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference.trained import load_trained
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.storage import checkpoint, durable, run_folder
+from lm_pcfg.storage import checkpoint, durable, notes, run_folder
 from lm_pcfg.storage.metrics_file import read_metrics
 from lm_pcfg.training import loop
 from lm_pcfg.training.resumption import good_checkpoint
@@ -260,14 +260,12 @@ class TestNotes:
         assert (folder.finished, folder.tracking_id) == ("the last epoch", "0123abcd")
         assert run_folder.failure_of(tmp_path) == "the loss is not finite"
         assert (tmp_path / "environment.json").read_text() == "{}"
-        assert run_folder.damaged_notes(tmp_path) == []
+        assert notes.damaged_notes(tmp_path) == []
         (tmp_path / "FAILED").write_bytes(b"\0")
         (tmp_path / "started_from").write_bytes(b"x" * ((1 << 16) + 1))
         (tmp_path / "last_checkpoint").write_bytes(b"x" * (1 << 16))  # just so many bytes
         assert run_folder.failure_of(tmp_path) == "its reason cannot be read"
-        assert run_folder.damaged_notes(tmp_path) == [
-            f"{tmp_path / name} is damaged" for name in ("started_from", "FAILED")
-        ]
+        assert notes.damaged_notes(tmp_path) == [f"{tmp_path / name} is damaged" for name in ("started_from", "FAILED")]
         folder.begin("", Words())
         assert (folder.finished, run_folder.failure_of(tmp_path)) == (None, None)
         assert not (tmp_path / "started_from").exists()

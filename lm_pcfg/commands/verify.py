@@ -16,7 +16,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, a checkpoint, an export or a corpus.")],
     as_json: Json = False,
 ) -> None:
-    """Check all files of a run, a checkpoint, an export or a corpus. What is damaged is listed, with status 1."""
+    """Check the files of a run, a checkpoint, an export or a corpus. What is damaged is listed, with status 1."""
     from lm_pcfg.inference import verification
     from lm_pcfg.storage import checkpoint
 

@@ -235,10 +235,12 @@ def best(run_folder: Path) -> Path | None:
 
 
 def dangling_best(run_folder: Path) -> str | None:
-    """Say that the link `best` leads to no checkpoint of this run; None: it does, or there is none."""
+    """Say that `best` leads to no checkpoint of this run; None: it does, or there is none."""
     link = run_folder / "best"
-    if not link.is_symlink() or best(run_folder) is not None:
+    if not os.path.lexists(link) or best(run_folder) is not None:
         return None
+    if not link.is_symlink():
+        return f"{link} is a file, neither a link to a checkpoint nor a copy of one"
     return f"{link} points to {os.readlink(link)}, which is no checkpoint of this run"
 
 

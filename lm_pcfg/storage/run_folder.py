@@ -18,13 +18,21 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings, former_names
 from lm_pcfg.storage import checkpoint, durable
 from lm_pcfg.storage.durable import replace_file
-from lm_pcfg.storage.notes import FAILED, FINISHED, failure_of, read_note
+from lm_pcfg.storage.notes import (
+    ENVIRONMENT,
+    FAILED,
+    FINISHED,
+    LAST_CHECKPOINT,
+    STARTED_FROM,
+    TRACKING_ID,
+    failure_of,
+    read_note,
+    read_tracking_id,
+)
 
-LAST_CHECKPOINT = "last_checkpoint"
 _EARLIER_CONFIG = re.compile(r"config\.([1-9][0-9]{0,8})\.yaml")
 _MOST_CONFIGS = 20  # that are kept: the first, and the newest
 _LARGEST_CONFIG = 1 << 20  # bytes; a few kilobytes are usual
-TRACKING_ID = "mlflow_run_id"
 _ATTEMPTS = 100  # to make a folder that another start removes
 
 
@@ -58,7 +66,7 @@ class Start:
             return own
         if had_checkpoint(self.folder):
             raise UserError(f"{none_left(self.folder)}, or start over with another name=...")
-        return _started_from(self.folder)
+        return started_from(self.folder)
 
     def still_right(self) -> bool:
         """Look again, once the folder is claimed: no other training has made it its own since it was chosen."""
@@ -134,9 +142,9 @@ def earlier_configs(folder: Path) -> list[Path]:
     return [file for _, file in sorted(found)]
 
 
-def _started_from(folder: Path) -> Path | None:
+def started_from(folder: Path) -> Path | None:
     """Find the checkpoint of another run that this one began with, if it was stopped before it had any of its own."""
-    file = folder / "started_from"
+    file = folder / STARTED_FROM
     if not file.exists():
         return None
     text = read_note(file)
@@ -148,19 +156,6 @@ def _started_from(folder: Path) -> Path | None:
 
 def none_left(folder: Path) -> str:
     return f"{folder} has had checkpoints, and none is left: bring {folder / 'checkpoints'} back from a copy"
-
-
-def damaged_notes(folder: Path) -> list[str]:
-    """Say which of the small files of a run cannot be read."""
-    files = [folder / name for name in (TRACKING_ID, "started_from", LAST_CHECKPOINT, FAILED)]
-    return [f"{file} is damaged" for file in files if os.path.lexists(file) and not read_note(file)]
-
-
-def read_tracking_id(folder: Path) -> str | None:
-    """The id of a run in MLflow; None if it has none, or one that is damaged."""
-    file = folder / TRACKING_ID
-    run_id = read_note(file) if file.exists() else ""
-    return run_id if re.fullmatch(r"[0-9A-Za-z_-]+", run_id) else None
 
 
 def _of_any_version(folder: Path) -> Path:
@@ -304,9 +299,9 @@ class RunFolder:
         """
         with self.writing():
             if source is None:
-                (self.path / "started_from").unlink(missing_ok=True)
+                (self.path / STARTED_FROM).unlink(missing_ok=True)
             elif checkpoint.run_folder_of(source) != self.path.resolve():
-                replace_file(self.path / "started_from", os.fsencode(source.resolve()) + b"\n")
+                replace_file(self.path / STARTED_FROM, os.fsencode(source.resolve()) + b"\n")
             for end in (FINISHED, FAILED):
                 (self.path / end).unlink(missing_ok=True)
             vocabulary.save(self.path / "vocab")
@@ -345,7 +340,7 @@ class RunFolder:
     def remember_environment(self, environment: str) -> None:
         """environment: what the run runs on, as JSON"""
         with self.writing():
-            replace_file(self.path / "environment.json", environment.encode())
+            replace_file(self.path / ENVIRONMENT, environment.encode())
 
     @property
     def finished(self) -> str | None:
