@@ -28,6 +28,6 @@ def verify(
         for line in found.damaged:
             print(f"damaged: {line}")
         checked = ", ".join(f"{number:,} {what.replace('_', ' ')}" for what, number in found.counts.items())
-        print(f"{folder}: {checked}: {len(found.damaged) or 'nothing'} damaged")
+        print(": ".join(filter(None, [str(folder), checked, f"{len(found.damaged) or 'nothing'} damaged"])))
     if found.damaged:
         raise typer.Exit(1)

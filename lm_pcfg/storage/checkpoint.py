@@ -82,7 +82,7 @@ def save(
     A step that was saved before is replaced; at every moment either the old or the new one is there.
     """
     checkpoints = run_folder / "checkpoints"
-    final = checkpoints / _name_of(step)
+    final = checkpoints / name_of(step)
     tensor_files = {MODEL: model, OPTIMIZER: optimizer} | ({} if ema is None else {EMA: ema})
     if state.get("step", step) != step:
         raise ValueError(f"state is of step {state['step']}, but step {step} is saved")
@@ -106,7 +106,7 @@ def verify(folder: Path, *, only: set[str] | None = None, state_name: str = STAT
     named = _STEP_NAME.fullmatch(folder.name) if state_name == STATE else None
     if named and int(named[1]) != state["step"]:
         raise CheckpointError(
-            f"{folder} has another name than it was written with: rename it to {_name_of(state['step'])}, its step"
+            f"{folder} has another name than it was written with: rename it to {name_of(state['step'])}, its step"
         )
     for name, expected in state["files"].items():
         if only is None or name in only or not name.endswith(_TENSORS):
@@ -152,7 +152,7 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
     return [folder for _, folder in sorted(found)]
 
 
-def _name_of(step: int) -> str:
+def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 

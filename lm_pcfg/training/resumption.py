@@ -165,10 +165,8 @@ def forget_other_best(steps: Steps, changes: Changes, run: Path) -> str:
     else:
         why = "the validation text has another content than before, under the same name"
     former = position.best_step
-    steps_that_stay = [*position.former_bests, former]
-    position.forget_best()
-    position.former_bests = steps_that_stay
-    folder = run / "checkpoints" / f"step-{former:08d}"
+    position.set_best_aside()
+    folder = run / "checkpoints" / checkpoint.name_of(former)
     stays = f"; its checkpoint stays: {folder}" if folder.is_dir() else ""
     return f"{why}: the best so far is forgotten, and the next evaluation is the best again{stays}"
 
