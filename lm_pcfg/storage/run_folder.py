@@ -6,10 +6,10 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -34,6 +34,10 @@ _EARLIER_CONFIG = re.compile(r"config\.([1-9][0-9]{0,8})\.yaml")
 _MOST_CONFIGS = 20  # that are kept: the first, and the newest
 _LARGEST_CONFIG = 1 << 20  # bytes; a few kilobytes are usual
 _ATTEMPTS = 100  # to make a folder that another start removes
+
+
+class InUse(UserError):
+    """Another training holds the folder."""
 
 
 class Vocabulary(Protocol):
@@ -68,11 +72,17 @@ class Start:
             raise UserError(f"{none_left(self.folder)}, or start over with another name=...")
         return started_from(self.folder)
 
+    @property
+    def is_new(self) -> bool:
+        """Whether a new run begins; it may have another folder just as well."""
+        of_own_run = self.given is not None and checkpoint.run_folder_of(self.given) == self.folder.resolve()
+        return not self.continued and not of_own_run
+
     def still_right(self) -> bool:
         """Look again, once the folder is claimed: no other training has made it its own since it was chosen."""
         if self.continued:
             return True
-        if self.given is not None and checkpoint.run_folder_of(self.given) == self.folder.resolve():
+        if not self.is_new:
             newest = checkpoint.latest(self.folder)
             return newest is not None and newest.resolve() == self.given
         return not _is_run(self.folder)
@@ -80,15 +90,23 @@ class Start:
 
 def claim_start(settings: Settings, launcher: str) -> tuple[Start, RunFolder]:
     """Choose by the setting `resume`, as `choose_start` does, and keep other trainings out of the folder."""
+    taken: set[Path] = set()  # by trainings that have written nothing there yet
     while True:
-        start = choose_start(settings, launcher)
+        start = choose_start(settings, launcher, taken)
         folder = RunFolder(start.folder, launcher)
-        if folder.claim(start.still_right):
-            return start, folder
+        try:
+            if folder.claim(start.still_right):
+                return start, folder
+        except InUse:
+            if not start.is_new:
+                raise
+            taken.add(start.folder)
 
 
-def choose_start(settings: Settings, launcher: str) -> Start:
+def choose_start(settings: Settings, launcher: str, taken: Collection[Path] = ()) -> Start:
     """Choose by the setting `resume`; launcher: identity of the process that started this one.
+
+    taken: folders in which no new run can begin.
 
     false: a new run; if one of that name exists, name-2, name-3 ... auto: continue the run of this name if it has a
     checkpoint. PATH: continue from that checkpoint, or from the newest complete one of that run (not the best): in its
@@ -97,13 +115,13 @@ def choose_start(settings: Settings, launcher: str) -> Start:
     folder = Path(settings.runs_folder) / settings.name
     if settings.resume != "auto" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         # A launcher that restarts its workers gives them the arguments they began with: they go on where they were.
-        for own in takewhile(_is_run, _series(folder)):
+        for own in _runs_of(folder):
             if _launched_by(own) == launcher:
                 return Start(own, continued=True)
     if settings.resume == "auto":
         return Start(_of_any_version(folder), continued=True)
     if settings.resume is False:
-        return Start(_unused(folder))
+        return Start(_unused(folder, taken))
     given = Path(str(settings.resume))
     if checkpoint.latest(given) is not None:  # a run folder
         if given.resolve() == folder.resolve():
@@ -114,7 +132,7 @@ def choose_start(settings: Settings, launcher: str) -> Start:
     newest = checkpoint.latest(source_run)
     if folder.resolve() == source_run and newest is not None and newest.resolve() == source:
         return Start(folder, source)
-    return Start(_unused(folder), source)
+    return Start(_unused(folder, taken), source)
 
 
 def remember_checkpoint(folder: Path, saved: Path) -> None:
@@ -133,7 +151,7 @@ def had_checkpoint(folder: Path) -> bool:
 def unfinished(folder: Path) -> list[Path]:
     """Return the runs of this name, NAME, NAME-2, NAME-3 ..., that have neither finished nor failed."""
     ends = (FINISHED, FAILED)
-    return [run for run in takewhile(_is_run, _series(folder)) if not any((run / end).exists() for end in ends)]
+    return [run for run in _runs_of(folder) if not any((run / end).exists() for end in ends)]
 
 
 def earlier_configs(folder: Path) -> list[Path]:
@@ -167,13 +185,23 @@ def _of_any_version(folder: Path) -> Path:
     return folder
 
 
-def _unused(folder: Path) -> Path:
+def _unused(folder: Path, taken: Collection[Path]) -> Path:
     """Return the folder itself if no run is there yet, else folder-2, folder-3 ..."""
-    return next(name for name in _series(folder) if not _is_run(name))
+    return next(name for name in _series(folder) if name not in taken and not _is_run(name))
 
 
 def _series(folder: Path) -> Iterator[Path]:
     return (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    """Return the runs folder, folder-2, folder-3 ... Some may be missing: a start that failed has left none."""
+    number_of = re.compile(re.escape(folder.name) + r"-([2-9]|[1-9][0-9]{1,8})")
+    found = {1: folder}
+    if folder.parent.is_dir():
+        entries = [(number_of.fullmatch(entry.name), entry) for entry in folder.parent.iterdir()]
+        found |= {int(match[1]): entry for match, entry in entries if match}
+    return [run for _, run in sorted(found.items()) if _is_run(run)]
 
 
 def _launched_by(folder: Path) -> str:
@@ -236,7 +264,7 @@ class RunFolder:
             self._sweep()
         except BlockingIOError:
             self._lock = None
-            raise UserError(f"{self.path} is in use by another training; give this one another name=...") from None
+            raise InUse(f"{self.path} is in use by another training; give this one another name=...") from None
         except OSError as error:
             self.release()
             raise UserError(f"cannot write to {self.path}: {error.strerror}; set runs_folder=...") from None
