@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm_pcfg.storage import checkpoint, durable
+from lm_pcfg.storage import checkpoint, durable, hashed_folder
 from lm_pcfg.storage.checkpoint import CheckpointError
 from lm_pcfg.storage.state_file import state_bytes
 
@@ -201,7 +201,7 @@ class TestCrashes:
         def crash(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
-        target = {"first file": (checkpoint, "save_file"), "fsync": (os, "fsync"), "rename": (os, "replace")}[moment]
+        target = {"first file": (hashed_folder, "save_file"), "fsync": (os, "fsync"), "rename": (os, "replace")}[moment]
         monkeypatch.setattr(*target, crash)
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path, 2)

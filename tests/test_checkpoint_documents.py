@@ -13,7 +13,7 @@ import torch
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference.trained import load_trained
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage import checkpoint, hashed_folder
 from lm_pcfg.storage.checkpoint import CheckpointError
 from lm_pcfg.storage.state_file import state_bytes
 from lm_pcfg.training import loop
@@ -157,7 +157,9 @@ def test_files_are_as_readable_as_the_umask_says(tmp_path):
 def test_files_that_people_may_change_have_no_hash(tmp_path):
     folder = tmp_path / "exported"
     tensors = {"model.safetensors": {"weight": torch.zeros(2)}}
-    checkpoint.write_folder(folder, tensors, {"a.txt": b"a"}, {"step": 0}, unhashed={"README.md": b"hello"})
+    hashed_folder.write_folder(
+        folder, tensors, {"a.txt": b"a"}, {"step": 0}, state_name="state.json", unhashed={"README.md": b"hello"}
+    )
     assert (folder / "README.md").read_bytes() == b"hello"
     (folder / "README.md").write_bytes(b"changed")
     assert sorted(checkpoint.verify(folder)["files"]) == ["a.txt", "model.safetensors"]

@@ -92,6 +92,26 @@ def test_every_file_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, 
         assert disk.has(folder.parent)  # the name itself
 
 
+def test_the_link_to_the_best_is_on_disk(tmp_path, disk):
+    """A power cut after `prune` would leave a link to a checkpoint that is gone."""
+    for step in (1, 2):  # the second link replaces the first
+        saved = save(tmp_path, step)
+        checkpoint.point_best(tmp_path, saved)
+        assert disk.has(tmp_path)
+        assert disk.named_too_early == []
+
+
+def test_metrics_that_are_set_aside_are_on_disk_before_new_ones_take_their_name(tmp_path, disk):
+    metrics = metrics_file.MetricsFile(tmp_path / "metrics.jsonl", pytest.fail)
+    for number in (1, 2):
+        metrics.append(1, {"train/loss": 1.0})
+        metrics.sync()
+        assert metrics.set_aside() == tmp_path / f"metrics-{number}.jsonl"
+        assert disk.has(tmp_path)
+        assert disk.has(tmp_path / f"metrics-{number}.jsonl")
+        assert disk.named_too_early == []
+
+
 def test_a_prepared_shard_is_on_disk_before_it_has_its_name(tmp_path, disk):
     path = tmp_path / "shard-00000-00000.parquet"
     write_ids(path, np.array([2, 1]), np.array([5, 6, 7], dtype=np.int32))

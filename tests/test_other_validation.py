@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
@@ -114,6 +116,17 @@ def test_the_best_of_every_validation_text_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(resumption, "measured_on", lambda *_: "now")
     assert "under the same name" in resumption.forget_other_best(steps, resumption.Changes(), tmp_path)
     assert (position.best_step, position.best_steps(1)) == (None, [4, 9])
+
+
+def test_no_more_former_bests_are_written_than_are_read(tmp_path):
+    position = Position(step=1001, best_nll=1.0, best_step=1001, former_bests=list(range(1, 1001)))
+    position.set_best_aside()
+    assert position.former_bests == list(range(2, 1002))
+    position.set_best_aside()  # there was no best since
+    assert position.former_bests == list(range(2, 1002))
+    tensors = {"weight": torch.zeros(2)}
+    saved = checkpoint.save(tmp_path, 1001, model=tensors, optimizer=tensors, ema=None, state=asdict(position))
+    assert Position.of(checkpoint.verify(saved)) == position
 
 
 def test_a_run_without_patience_left_stays_as_it_is(validated, tmp_path, capsys):

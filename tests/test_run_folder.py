@@ -14,9 +14,10 @@ import pytest
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference.trained import load_trained
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.storage import checkpoint, durable, run_folder
+from lm_pcfg.storage import checkpoint, durable, notes, run_folder
 from lm_pcfg.storage.metrics_file import read_metrics
 from lm_pcfg.training import loop
+from lm_pcfg.training.resumption import good_checkpoint
 from texts import write_config
 
 SHORT = {"training": {"epochs": 9, "max_steps": 3, "log_every": 1}, "data": {"valid": None}}
@@ -62,6 +63,30 @@ class TestCheckpointsGone:
         assert (steps(run), steps(run, "metrics-1.jsonl")) == ([1, 2], [1, 2, 3])
         said = capsys.readouterr().err.splitlines()
         assert [line for line in said if "its metrics are now metrics-1.jsonl" in line]
+
+
+class TestRenamedCheckpoint:
+    def test_it_is_named_and_no_resume_begins_with_it(self, run, capsys):
+        """Its name says that it is the newest: each resume would begin with it again, and drop what came since."""
+        renamed = run / "checkpoints" / "step-00000040"
+        (run / "checkpoints" / "step-00000002").rename(renamed)
+        for last in (4, 5):
+            train(run.parents[1], "resume=auto", f"training.max_steps={last}")
+            said = capsys.readouterr().err.splitlines()
+            (told,) = [line for line in said if line.startswith("warning")]
+            assert (
+                f"passed over: {renamed} has another name than it was written with: rename it to step-0000000" in told
+            )
+            assert f"continued from step {last - 1}" in " ".join(said)
+        assert steps(run) == [1, 2, 3, 4, 5]
+
+    def test_it_is_no_checkpoint_to_go_back_to(self, run):
+        for number in (2, 3):
+            shutil.rmtree(run / "checkpoints" / f"step-0000000{number}")
+        first = run / "checkpoints" / "step-00000001"
+        assert good_checkpoint(run, 5) == first
+        first.rename(first.with_name("step-00000004"))
+        assert good_checkpoint(run, 5) is None
 
 
 class TestMetrics:
@@ -235,14 +260,12 @@ class TestNotes:
         assert (folder.finished, folder.tracking_id) == ("the last epoch", "0123abcd")
         assert run_folder.failure_of(tmp_path) == "the loss is not finite"
         assert (tmp_path / "environment.json").read_text() == "{}"
-        assert run_folder.damaged_notes(tmp_path) == []
+        assert notes.damaged_notes(tmp_path) == []
         (tmp_path / "FAILED").write_bytes(b"\0")
         (tmp_path / "started_from").write_bytes(b"x" * ((1 << 16) + 1))
         (tmp_path / "last_checkpoint").write_bytes(b"x" * (1 << 16))  # just so many bytes
         assert run_folder.failure_of(tmp_path) == "its reason cannot be read"
-        assert run_folder.damaged_notes(tmp_path) == [
-            f"{tmp_path / name} is damaged" for name in ("started_from", "FAILED")
-        ]
+        assert notes.damaged_notes(tmp_path) == [f"{tmp_path / name} is damaged" for name in ("started_from", "FAILED")]
         folder.begin("", Words())
         assert (folder.finished, run_folder.failure_of(tmp_path)) == (None, None)
         assert not (tmp_path / "started_from").exists()
@@ -294,8 +317,8 @@ class TestChoice:
         original = run_folder.choose_start
         others: list[Path] = []
 
-        def choose_start(settings, launcher):
-            start = original(settings, launcher)
+        def choose_start(*given):
+            start = original(*given)
             if not others:
                 others.append(start.folder)
                 start.folder.mkdir(parents=True)
@@ -309,6 +332,39 @@ class TestChoice:
         assert start.folder.name == "small-2"
         assert (others[0] / "config.yaml").read_text() == "of another run"
         assert (others[0] / ".lock").read_text() == "another launcher"
+
+    def test_starts_of_one_name_at_the_same_time_get_a_folder_each(self, tmp_path, run):
+        """None of them has written anything yet: what another holds is no run, but taken."""
+        config = write_config(tmp_path, **SHORT)
+        new = load_settings(config, ["name=new"])
+        begun = [run_folder.claim_start(new, f"launcher {number}") for number in range(3)]
+        assert [start.folder.name for start, _ in begun] == ["new", "new-2", "new-3"]
+        assert [run_folder._launched_by(start.folder) for start, _ in begun] == [f"launcher {k}" for k in range(3)]
+        from_another = load_settings(config, ["name=new", f"resume={run}"])
+        begun.append(run_folder.claim_start(from_another, ""))
+        assert begun[-1][0] == run_folder.Start(tmp_path / "runs" / "new-4", checkpoint.latest(run).resolve())
+        for _, folder in begun:
+            folder.release()
+        assert [path.name for path in run.parent.iterdir()] == ["small"]
+
+    @pytest.mark.parametrize("resume", ["auto", "the run", "its newest checkpoint"])
+    def test_a_run_that_another_training_holds_is_not_continued_elsewhere(self, run, resume):
+        named = {"auto": "auto", "the run": run, "its newest checkpoint": checkpoint.latest(run)}[resume]
+        settings = load_settings(write_config(run.parents[1], **SHORT), [f"resume={named}"])
+        holder = run_folder.RunFolder(run, "")
+        assert holder.claim()
+        with pytest.raises(UserError, match=rf"^{run} is in use by another training; give this one another name=\S*$"):
+            run_folder.claim_start(settings, "")
+        holder.release()
+
+    def test_a_run_whose_checkpoints_and_settings_are_gone_is_still_one(self, run):
+        """Its note of the last checkpoint is left, as after a clean-up of large and old files."""
+        for file in run.iterdir():
+            if file.name != "last_checkpoint":
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
+        start, folder = run_folder.claim_start(load_settings(write_config(run.parents[1], **SHORT), []), "")
+        folder.release()
+        assert start.folder.name == "small-2"
 
     def test_a_checkpoint_that_is_no_longer_the_newest_starts_a_run_of_its_own(self, run, monkeypatch):
         settings = load_settings(write_config(run.parents[1], **SHORT), [f"resume={checkpoint.latest(run)}"])
@@ -337,6 +393,10 @@ class TestChoice:
         chosen = [run_folder.choose_start(settings, launcher) for launcher in ("one", "two", "three")]
         assert [start.folder.name for start in chosen] == ["small", "small-2", "small-3"]
         assert [start.continued for start in chosen] == [True, True, False]
+        shutil.rmtree(tmp_path / "runs" / "small")  # or its start failed while small-2 was begun
+        assert run_folder.choose_start(settings, "two") == run_folder.Start(
+            tmp_path / "runs" / "small-2", continued=True
+        )
 
     def test_a_failed_run_names_the_file_to_remove(self, tmp_path):
         run_folder.RunFolder(tmp_path, "").mark("FAILED", "the loss is not finite")

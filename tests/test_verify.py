@@ -17,7 +17,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.inference.trained import load_trained
 from lm_pcfg.inference.verification import verify
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage import checkpoint, notes
 from lm_pcfg.storage.checkpoint import CheckpointError
 from lm_pcfg.storage.metrics_file import check_metrics, read_metrics
 from lm_pcfg.training import loop
@@ -83,6 +83,78 @@ def test_small_things(run):
     assert f"{run / 'metrics.jsonl'} is not a regular file" in verify(run).damaged
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("environment.json", b"\xff\0garbage"), ("environment.json", b"[]"), ("FINISHED", b"\xff\xfe\0"),
+        ("FAILED", b"\0"), ("metrics-1.jsonl", b"\xffgarbage\n"), ("mlflow_run_id", b"../../x\n"), ("best", b"x"),
+        ("last_checkpoint", b"step-99999999\n"), ("last_checkpoint", b"../vocab\n"), ("last_checkpoint", b"\0"),
+        ("started_from", b"\0"), ("config.1.yaml", b"learning: [1"),
+    ],
+)  # fmt: skip
+def test_garbage_in_a_small_file_is_told_once(run, file, content):
+    (run / "best").unlink()
+    (run / file).write_bytes(content)
+    (line,) = verify(run).damaged
+    assert str(run / file) in line
+    assert "\n" not in line
+
+
+def test_whole_small_files(run):
+    (run / "started_from").write_text("/long/gone/checkpoints/step-00000003\n")  # it has checkpoints of its own
+    (run / "mlflow_run_id").write_text("0123abcd\n")
+    shutil.copy(run / "metrics.jsonl", run / "metrics-1.jsonl")
+    found = verify(run)
+    assert (found.damaged, found.counts) == ([], {"checkpoints": 2, "metric_lines": 6})
+
+
+def test_a_copy_of_best_is_checked_like_a_checkpoint(run):
+    (run / "best").unlink()
+    shutil.copytree(checkpoint.latest(run), run / "best")  # as scp -r makes it
+    found = verify(run)
+    assert (found.damaged, found.counts["checkpoints"]) == ([], 3)
+    flip(run / "best" / "model.safetensors")
+    (line,) = verify(run).damaged
+    assert line == f"{run / 'best' / 'model.safetensors'} is damaged: its content does not match its checksum"
+
+
+def test_a_renamed_checkpoint(run):
+    (run / "best").unlink()
+    (run / "checkpoints" / "step-00000002").rename(run / "checkpoints" / "step-00000003")
+    (line,) = verify(run).damaged
+    assert "step-00000003 has another name than it was written with: rename it to step-00000002" in line
+    assert verify(run / "checkpoints" / "step-00000003").damaged == [line]
+
+
+def test_a_training_that_saves_meanwhile_has_lost_nothing(run, monkeypatch):
+    """The note is read, then both it and the checkpoint are replaced."""
+    (run / "last_checkpoint").write_text("step-00000001\n")
+    original = notes.read_note
+
+    def read_note(file):
+        text = original(file)
+        (run / "last_checkpoint").write_text("step-00000004\n")
+        return text
+
+    monkeypatch.setattr(notes, "read_note", read_note)
+    assert notes.lost_checkpoint(run) is None
+
+
+def test_where_a_run_without_a_checkpoint_began(run):
+    source = Path(shutil.copytree(checkpoint.latest(run), run.parent / "step-00000004"))
+    shutil.rmtree(run / "checkpoints")
+    for name in ("best", "last_checkpoint"):
+        (run / name).unlink()
+    (run / "started_from").write_text(f"{source}\n")
+    assert verify(run).damaged == []
+    flip(source / "model.safetensors")
+    (line,) = verify(run).damaged
+    assert str(source / "model.safetensors") in line
+    shutil.rmtree(source)
+    (line,) = verify(run).damaged
+    assert str(source) in line
+
+
 def test_a_run_that_has_hardly_begun_and_a_folder_that_is_none(run, tmp_path):
     shutil.rmtree(run / "checkpoints")
     (run / "best").unlink()
@@ -99,6 +171,30 @@ def test_a_prepared_corpus(tmp_path):
     flip(next((tmp_path / "corpus" / "shards").glob("*.parquet")))
     (line,) = verify(tmp_path / "corpus").damaged
     assert "does not match its sha256" in line
+
+
+def test_the_plan_of_a_prepared_corpus(tmp_path):
+    corpus = tmp_path / "corpus"
+    prepare([str(write_text(tmp_path / f"{name}.txt", 30)) for name in "ab"], corpus, PrepareOptions())
+    whole = (corpus / "prepare.json").read_bytes()
+    plan = json.loads(whole)
+    others = [
+        plan | {"options": plan["options"] | {"shard_lines": 104}},
+        plan | {"inputs": plan["inputs"][:1]},
+        plan | {"inputs": plan["inputs"][::-1]},
+        plan | {"inputs": [plan["inputs"][0], plan["inputs"][1] | {"number": 3}]},
+        plan | {"inputs": [plan["inputs"][0], plan["inputs"][1] | {"split": "train"}]},
+        plan | {"vocabulary": "0" * 64},
+    ]
+    for other in others:
+        (corpus / "prepare.json").write_text(json.dumps(other))
+        assert verify(corpus).damaged == [
+            f"{corpus / 'prepare.json'}: is not what manifest.json says that the corpus was made of"
+        ]
+    (corpus / "prepare.json").write_bytes(whole)
+    assert verify(corpus).damaged == []
+    prepare([str(tmp_path / "a.txt")], tmp_path / "other", PrepareOptions(existing=str(corpus)))
+    assert verify(tmp_path / "other").damaged == []
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run, a checkpoint, an export or a corpus.")],
     as_json: Json = False,
 ) -> None:
-    """Check all files of a run, a checkpoint, an export or a corpus. What is damaged is listed, with status 1."""
+    """Check the files of a run, a checkpoint, an export or a corpus. What is damaged is listed, with status 1."""
     from lm_pcfg.inference import verification
     from lm_pcfg.storage import checkpoint
 
@@ -28,6 +28,6 @@ def verify(
         for line in found.damaged:
             print(f"damaged: {line}")
         checked = ", ".join(f"{number:,} {what.replace('_', ' ')}" for what, number in found.counts.items())
-        print(f"{folder}: {checked}: {len(found.damaged) or 'nothing'} damaged")
+        print(": ".join(filter(None, [str(folder), checked, f"{len(found.damaged) or 'nothing'} damaged"])))
     if found.damaged:
         raise typer.Exit(1)

@@ -13,11 +13,8 @@ Optimizer state is kept by parameter name, so a checkpoint opens at any world si
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
-import shutil
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +22,15 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lm_pcfg.console import warn
 from lm_pcfg.errors import UserError
 from lm_pcfg.storage import durable
+from lm_pcfg.storage.hashed_folder import verify_file, write_folder
 from lm_pcfg.storage.notes import failure_of
-from lm_pcfg.storage.state_file import FORMAT, CheckpointError, read_state, state_bytes
+from lm_pcfg.storage.state_file import CheckpointError, read_state
 
 T = TypeVar("T")
 
@@ -44,7 +42,6 @@ CONFIG, VOCABULARY = "config.yaml", "vocab"  # a file and a folder, in a checkpo
 _TENSORS = ".safetensors"
 _TRIES = 5
 _STEP_NAME = re.compile(r"step-(\d+)")
-_one_save_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -85,74 +82,15 @@ def save(
     A step that was saved before is replaced; at every moment either the old or the new one is there.
     """
     checkpoints = run_folder / "checkpoints"
-    final = checkpoints / f"step-{step:08d}"
+    final = checkpoints / name_of(step)
     tensor_files = {MODEL: model, OPTIMIZER: optimizer} | ({} if ema is None else {EMA: ema})
     if state.get("step", step) != step:
         raise ValueError(f"state is of step {state['step']}, but step {step} is saved")
     try:
-        write_folder(final, tensor_files, documents or {}, {**state, "step": step})
+        write_folder(final, tensor_files, documents or {}, {**state, "step": step}, state_name=STATE)
     except (OSError, SafetensorError, TypeError, ValueError) as error:
         raise CheckpointError(f"cannot write checkpoint {final}: {durable.reason(error)}") from error
     return final
-
-
-def write_folder(
-    final: Path, tensor_files: Mapping[str, dict[str, Tensor]], documents: Mapping[str, bytes], state: dict[str, Any],
-    *, state_name: str = STATE, unhashed: Mapping[str, bytes] | None = None,
-) -> None:  # fmt: skip
-    """Write a folder of tensors and documents that is complete or absent; the state has the hashes of all its files.
-
-    unhashed: files that people may change later.
-    """
-    temporary = durable.temporary_name(final)
-    with _one_save_at_a_time:
-        try:
-            durable.make_folder(final.parent)
-            durable.remove_leftovers(final.parent)
-            temporary.mkdir()
-            files = {}
-            for name, tensors in tensor_files.items():
-                save_file(_independent_cpu_tensors(tensors), temporary / name)
-                # safetensors lets nobody else read its files; these are as readable as the folder.
-                (temporary / name).chmod(temporary.stat().st_mode & 0o666)
-                durable.fsync(temporary / name)
-                files[name] = {"sha256": _sha256(temporary / name), "size": (temporary / name).stat().st_size}
-            for name, content in documents.items():
-                _write(temporary / name, content)
-                files[name] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-            for name, content in (unhashed or {}).items():
-                _write(temporary / name, content)
-            _write(temporary / state_name, state_bytes({**state, "format": FORMAT, "files": files}))
-            for folder in {(temporary / name).parent for name in files}:
-                durable.fsync(folder)
-            durable.put_in_place(temporary, final)
-        finally:
-            # Not there after a success, unless an older folder was swapped out into this name.
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content)
-    durable.fsync(path)
-
-
-def _independent_cpu_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors on the CPU, no two of which share memory (tied weights), which safetensors refuses."""
-    seen: set[int] = set()
-    independent = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().to("cpu").contiguous()
-        if tensor.untyped_storage().data_ptr() in seen:
-            tensor = tensor.clone()
-        seen.add(tensor.untyped_storage().data_ptr())
-        independent[name] = tensor
-    return independent
-
-
-def _sha256(path: Path) -> str:
-    with durable.open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -161,27 +99,19 @@ def _sha256(path: Path) -> str:
 def verify(folder: Path, *, only: set[str] | None = None, state_name: str = STATE) -> dict[str, Any]:
     """Check size and hash of every file (of the tensor files: of `only` these) and return the state.
 
-    An error names what is wrong.
+    An error names what is wrong. A checkpoint whose name tells another step than its state is damaged, too: the names
+    decide which one is the newest.
     """
     state = read_state(folder / state_name)
+    named = _STEP_NAME.fullmatch(folder.name) if state_name == STATE else None
+    if named and int(named[1]) != state["step"]:
+        raise CheckpointError(
+            f"{folder} has another name than it was written with: rename it to {name_of(state['step'])}, its step"
+        )
     for name, expected in state["files"].items():
         if only is None or name in only or not name.endswith(_TENSORS):
-            _verify_file(folder / name, size=expected["size"], sha256=expected["sha256"])
+            verify_file(folder / name, size=expected["size"], sha256=expected["sha256"])
     return state
-
-
-def _verify_file(path: Path, size: int, sha256: str) -> None:
-    try:
-        actual_size = path.stat().st_size
-        if actual_size != size:
-            what = "truncated" if actual_size < size else "damaged"
-            raise CheckpointError(f"{path} is {what}: {actual_size} bytes instead of {size}")
-        if _sha256(path) != sha256:
-            raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {durable.reason(error)}") from error
 
 
 def load(folder: Path, *, device: str | torch.device = "cpu", with_optimizer: bool, state_name: str = STATE) -> Loaded:
@@ -220,6 +150,10 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
     except OSError as error:
         raise CheckpointError(f"{checkpoints} cannot be read: {durable.reason(error)}") from error
     return [folder for _, folder in sorted(found)]
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -301,10 +235,12 @@ def best(run_folder: Path) -> Path | None:
 
 
 def dangling_best(run_folder: Path) -> str | None:
-    """Say that the link `best` leads to no checkpoint of this run; None: it does, or there is none."""
+    """Say that `best` leads to no checkpoint of this run; None: it does, or there is none."""
     link = run_folder / "best"
-    if not link.is_symlink() or best(run_folder) is not None:
+    if not os.path.lexists(link) or best(run_folder) is not None:
         return None
+    if not link.is_symlink():
+        return f"{link} is a file, neither a link to a checkpoint nor a copy of one"
     return f"{link} points to {os.readlink(link)}, which is no checkpoint of this run"
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lm_pcfg.errors import UserError
-from lm_pcfg.storage import checkpoint, durable
+from lm_pcfg.storage import checkpoint, durable, hashed_folder
 from lm_pcfg.storage.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE, VOCABULARY, Loaded
 from lm_pcfg.storage.state_file import read_state
 
@@ -78,7 +78,7 @@ def save(
     check_free(folder)
     description = {"model_type": KIND, **description}
     try:
-        checkpoint.write_folder(
+        hashed_folder.write_folder(
             folder.resolve(), {MODEL: tensors}, documents, description, state_name=DESCRIPTION, unhashed=others
         )
     except (OSError, SafetensorError, TypeError, ValueError) as error:

@@ -6,10 +6,10 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -18,14 +18,26 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.settings import Settings, former_names
 from lm_pcfg.storage import checkpoint, durable
 from lm_pcfg.storage.durable import replace_file
-from lm_pcfg.storage.notes import FAILED, FINISHED, failure_of, read_note
+from lm_pcfg.storage.notes import (
+    ENVIRONMENT,
+    FAILED,
+    FINISHED,
+    LAST_CHECKPOINT,
+    STARTED_FROM,
+    TRACKING_ID,
+    failure_of,
+    read_note,
+    read_tracking_id,
+)
 
-LAST_CHECKPOINT = "last_checkpoint"
 _EARLIER_CONFIG = re.compile(r"config\.([1-9][0-9]{0,8})\.yaml")
 _MOST_CONFIGS = 20  # that are kept: the first, and the newest
 _LARGEST_CONFIG = 1 << 20  # bytes; a few kilobytes are usual
-TRACKING_ID = "mlflow_run_id"
 _ATTEMPTS = 100  # to make a folder that another start removes
+
+
+class InUse(UserError):
+    """Another training holds the folder."""
 
 
 class Vocabulary(Protocol):
@@ -58,13 +70,19 @@ class Start:
             return own
         if had_checkpoint(self.folder):
             raise UserError(f"{none_left(self.folder)}, or start over with another name=...")
-        return _started_from(self.folder)
+        return started_from(self.folder)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a new run begins; it may have another folder just as well."""
+        of_own_run = self.given is not None and checkpoint.run_folder_of(self.given) == self.folder.resolve()
+        return not self.continued and not of_own_run
 
     def still_right(self) -> bool:
         """Look again, once the folder is claimed: no other training has made it its own since it was chosen."""
         if self.continued:
             return True
-        if self.given is not None and checkpoint.run_folder_of(self.given) == self.folder.resolve():
+        if not self.is_new:
             newest = checkpoint.latest(self.folder)
             return newest is not None and newest.resolve() == self.given
         return not _is_run(self.folder)
@@ -72,15 +90,23 @@ class Start:
 
 def claim_start(settings: Settings, launcher: str) -> tuple[Start, RunFolder]:
     """Choose by the setting `resume`, as `choose_start` does, and keep other trainings out of the folder."""
+    taken: set[Path] = set()  # by trainings that have written nothing there yet
     while True:
-        start = choose_start(settings, launcher)
+        start = choose_start(settings, launcher, taken)
         folder = RunFolder(start.folder, launcher)
-        if folder.claim(start.still_right):
-            return start, folder
+        try:
+            if folder.claim(start.still_right):
+                return start, folder
+        except InUse:
+            if not start.is_new:
+                raise
+            taken.add(start.folder)
 
 
-def choose_start(settings: Settings, launcher: str) -> Start:
+def choose_start(settings: Settings, launcher: str, taken: Collection[Path] = ()) -> Start:
     """Choose by the setting `resume`; launcher: identity of the process that started this one.
+
+    taken: folders in which no new run can begin.
 
     false: a new run; if one of that name exists, name-2, name-3 ... auto: continue the run of this name if it has a
     checkpoint. PATH: continue from that checkpoint, or from the newest complete one of that run (not the best): in its
@@ -89,13 +115,13 @@ def choose_start(settings: Settings, launcher: str) -> Start:
     folder = Path(settings.runs_folder) / settings.name
     if settings.resume != "auto" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         # A launcher that restarts its workers gives them the arguments they began with: they go on where they were.
-        for own in takewhile(_is_run, _series(folder)):
+        for own in _runs_of(folder):
             if _launched_by(own) == launcher:
                 return Start(own, continued=True)
     if settings.resume == "auto":
         return Start(_of_any_version(folder), continued=True)
     if settings.resume is False:
-        return Start(_unused(folder))
+        return Start(_unused(folder, taken))
     given = Path(str(settings.resume))
     if checkpoint.latest(given) is not None:  # a run folder
         if given.resolve() == folder.resolve():
@@ -106,7 +132,7 @@ def choose_start(settings: Settings, launcher: str) -> Start:
     newest = checkpoint.latest(source_run)
     if folder.resolve() == source_run and newest is not None and newest.resolve() == source:
         return Start(folder, source)
-    return Start(_unused(folder), source)
+    return Start(_unused(folder, taken), source)
 
 
 def remember_checkpoint(folder: Path, saved: Path) -> None:
@@ -125,7 +151,7 @@ def had_checkpoint(folder: Path) -> bool:
 def unfinished(folder: Path) -> list[Path]:
     """Return the runs of this name, NAME, NAME-2, NAME-3 ..., that have neither finished nor failed."""
     ends = (FINISHED, FAILED)
-    return [run for run in takewhile(_is_run, _series(folder)) if not any((run / end).exists() for end in ends)]
+    return [run for run in _runs_of(folder) if not any((run / end).exists() for end in ends)]
 
 
 def earlier_configs(folder: Path) -> list[Path]:
@@ -134,9 +160,9 @@ def earlier_configs(folder: Path) -> list[Path]:
     return [file for _, file in sorted(found)]
 
 
-def _started_from(folder: Path) -> Path | None:
+def started_from(folder: Path) -> Path | None:
     """Find the checkpoint of another run that this one began with, if it was stopped before it had any of its own."""
-    file = folder / "started_from"
+    file = folder / STARTED_FROM
     if not file.exists():
         return None
     text = read_note(file)
@@ -150,19 +176,6 @@ def none_left(folder: Path) -> str:
     return f"{folder} has had checkpoints, and none is left: bring {folder / 'checkpoints'} back from a copy"
 
 
-def damaged_notes(folder: Path) -> list[str]:
-    """Say which of the small files of a run cannot be read."""
-    files = [folder / name for name in (TRACKING_ID, "started_from", LAST_CHECKPOINT, FAILED)]
-    return [f"{file} is damaged" for file in files if os.path.lexists(file) and not read_note(file)]
-
-
-def read_tracking_id(folder: Path) -> str | None:
-    """The id of a run in MLflow; None if it has none, or one that is damaged."""
-    file = folder / TRACKING_ID
-    run_id = read_note(file) if file.exists() else ""
-    return run_id if re.fullmatch(r"[0-9A-Za-z_-]+", run_id) else None
-
-
 def _of_any_version(folder: Path) -> Path:
     """Return the folder, or that of the name which an earlier version gave this run if there is only that one."""
     formers = () if _is_run(folder) else map(folder.with_name, former_names(folder.name))
@@ -172,13 +185,23 @@ def _of_any_version(folder: Path) -> Path:
     return folder
 
 
-def _unused(folder: Path) -> Path:
+def _unused(folder: Path, taken: Collection[Path]) -> Path:
     """Return the folder itself if no run is there yet, else folder-2, folder-3 ..."""
-    return next(name for name in _series(folder) if not _is_run(name))
+    return next(name for name in _series(folder) if name not in taken and not _is_run(name))
 
 
 def _series(folder: Path) -> Iterator[Path]:
     return (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    """Return the runs folder, folder-2, folder-3 ... Some may be missing: a start that failed has left none."""
+    number_of = re.compile(re.escape(folder.name) + r"-([2-9]|[1-9][0-9]{1,8})")
+    found = {1: folder}
+    if folder.parent.is_dir():
+        entries = [(number_of.fullmatch(entry.name), entry) for entry in folder.parent.iterdir()]
+        found |= {int(match[1]): entry for match, entry in entries if match}
+    return [run for _, run in sorted(found.items()) if _is_run(run)]
 
 
 def _launched_by(folder: Path) -> str:
@@ -241,7 +264,7 @@ class RunFolder:
             self._sweep()
         except BlockingIOError:
             self._lock = None
-            raise UserError(f"{self.path} is in use by another training; give this one another name=...") from None
+            raise InUse(f"{self.path} is in use by another training; give this one another name=...") from None
         except OSError as error:
             self.release()
             raise UserError(f"cannot write to {self.path}: {error.strerror}; set runs_folder=...") from None
@@ -304,9 +327,9 @@ class RunFolder:
         """
         with self.writing():
             if source is None:
-                (self.path / "started_from").unlink(missing_ok=True)
+                (self.path / STARTED_FROM).unlink(missing_ok=True)
             elif checkpoint.run_folder_of(source) != self.path.resolve():
-                replace_file(self.path / "started_from", os.fsencode(source.resolve()) + b"\n")
+                replace_file(self.path / STARTED_FROM, os.fsencode(source.resolve()) + b"\n")
             for end in (FINISHED, FAILED):
                 (self.path / end).unlink(missing_ok=True)
             vocabulary.save(self.path / "vocab")
@@ -345,7 +368,7 @@ class RunFolder:
     def remember_environment(self, environment: str) -> None:
         """environment: what the run runs on, as JSON"""
         with self.writing():
-            replace_file(self.path / "environment.json", environment.encode())
+            replace_file(self.path / ENVIRONMENT, environment.encode())
 
     @property
     def finished(self) -> str | None:

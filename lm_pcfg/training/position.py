@@ -9,6 +9,7 @@ from typing import Any
 from lm_pcfg.grammar.likelihood import perplexity
 
 _RANKED = 100  # more of the best checkpoints than anyone keeps
+_FORMER_BESTS = 1_000  # on other validation lines: as many as state_file.py reads
 _SEVERAL = 3  # updates in a row that are not finite: one alone may be a batch's fault
 _LOOKED_BACK = 20  # updates at the end of a run without a validation text
 _FAR = 10  # times the perplexity of a model that knows nothing, which is about the size of the vocabulary
@@ -127,6 +128,12 @@ class Position:
     def forget_best(self) -> None:
         self.best_nll, self.best_impossible, self.best_step, self.evaluations_since_best = None, 0, None, 0
         self.best_s_f1, self.ranking, self.former_bests = None, [], []
+
+    def set_best_aside(self) -> None:
+        """Begin a new ranking, since what follows cannot be compared; the checkpoint of the best so far stays."""
+        bests = [*self.former_bests, *([] if self.best_step is None else [self.best_step])]
+        self.forget_best()
+        self.former_bests = bests[-_FORMER_BESTS:]  # the oldest no longer stay
 
     def best_metrics(self) -> dict[str, float]:
         """Return the figures of the best evaluation, under names of their own."""

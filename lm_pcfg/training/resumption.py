@@ -24,7 +24,6 @@ from lm_pcfg.settings import Settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.run_folder import unfinished
 from lm_pcfg.storage.saving import load_fitting, tidy
-from lm_pcfg.storage.state_file import read_state
 from lm_pcfg.training.documents import flat, open_settings
 from lm_pcfg.training.evaluation import measured_on
 from lm_pcfg.training.position import Position
@@ -127,7 +126,7 @@ def good_checkpoint(run: Path, before: int) -> Path | None:
     """Return the checkpoint of an earlier step to go back to: the best, or the newest that had not diverged."""
     for folder in (checkpoint.best(run), *reversed(checkpoint.list_checkpoints(run))):
         with suppress(UserError):  # one that is damaged
-            state = read_state(folder / checkpoint.STATE) if folder is not None else None
+            state = checkpoint.verify(folder, only=set()) if folder is not None else None
             if state is not None and state["step"] < before and not state.get("diverged"):
                 return folder
     return None
@@ -166,10 +165,8 @@ def forget_other_best(steps: Steps, changes: Changes, run: Path) -> str:
     else:
         why = "the validation text has another content than before, under the same name"
     former = position.best_step
-    steps_that_stay = [*position.former_bests, former]
-    position.forget_best()
-    position.former_bests = steps_that_stay
-    folder = run / "checkpoints" / f"step-{former:08d}"
+    position.set_best_aside()
+    folder = run / "checkpoints" / checkpoint.name_of(former)
     stays = f"; its checkpoint stays: {folder}" if folder.is_dir() else ""
     return f"{why}: the best so far is forgotten, and the next evaluation is the best again{stays}"
 
