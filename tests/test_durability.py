@@ -101,6 +101,14 @@ def test_the_link_to_the_best_is_on_disk(tmp_path, disk):
         assert disk.named_too_early == []
 
 
+def test_a_pruned_checkpoint_stays_away(tmp_path, disk):
+    """A power cut brought it back into a run that had ended, where nobody would prune it again."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    checkpoint.prune(tmp_path, keep_last=1)
+    assert disk.has(tmp_path / "checkpoints")
+
+
 def test_metrics_that_are_set_aside_are_on_disk_before_new_ones_take_their_name(tmp_path, disk):
     metrics = metrics_file.MetricsFile(tmp_path / "metrics.jsonl", pytest.fail)
     for number in (1, 2):

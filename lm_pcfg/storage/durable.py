@@ -56,6 +56,7 @@ def delete(folder: Path) -> None:
     doomed = temporary_name(folder, "deleted")
     os.replace(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+    fsync(folder.parent)  # or a power cut would bring it back, maybe into a run that has ended
 
 
 def remove_leftovers(parent: Path) -> None:
