@@ -327,6 +327,7 @@ def test_what_one_may_not_look_at_is_told_in_a_line(private, command):
     command = [part.replace("FOLDER", str(folder)) for part in command]
     told = refusal(folder, *command)
     assert "Permission denied" in told
+    assert "ask its owner" in told or "runs_folder" in told or "--config" in told
     assert str(private) in told
 
 
@@ -334,7 +335,7 @@ def test_a_private_run_among_others_is_passed_over(private, untrained):
     warned: list[str] = []
     runs = report.read_runs([private, untrained], warned.append)
     assert [of.folder for of in runs] == [untrained]
-    assert warned == [f"{private} cannot be read (Permission denied): passed over"]
+    assert warned == [f"{private} cannot be read: Permission denied (ask its owner for access): passed over"]
 
 
 def test_checkpoints_that_one_may_not_look_at_are_an_error_of_checkpoints(private):

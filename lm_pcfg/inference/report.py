@@ -115,7 +115,7 @@ def _why_no_run(folder: Path) -> str | None:
         parts = [folder / "config.yaml", folder / "metrics.jsonl"]
         return None if any(part.is_file() for part in parts) else "is not a run folder"
     except PermissionError as error:  # one may not even look at what is in it
-        return f"cannot be read ({error.strerror})"
+        return f"cannot be read: {durable.reason(error)}"
 
 
 def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
