@@ -161,6 +161,9 @@ def _run() -> int:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # a name that no file can have, wherever it is looked for
             name = str(error.filename)
             return _fail(f"{name[:60]}{'...' if len(name) > 60 else ''}: {error.strerror}; check the path")
+        if isinstance(error, PermissionError) and error.filename is not None:  # wherever it was met, in looking already
+            way_out = "ask its owner for access (chmod), or name another path"
+            return _fail(f"{error.filename}: {error.strerror}; {way_out}")
         if error.errno != errno.ENOSPC:
             raise
         status = _fail(f"cannot write: {error.strerror}")

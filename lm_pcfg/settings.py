@@ -295,7 +295,9 @@ class Settings(Section):
     seed: int = setting(0, "seed of all randomness", ge=0, lt=2**63)
     resume: Resume = setting(False, "false, auto (continue if the run exists) or the path of a checkpoint")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to compute")
-    threads: Count | None = setting(None, "CPU threads of a process; null: the cores of the machine, shared out")
+    threads: int | None = setting(
+        None, "CPU threads of a process; null: the cores of the machine, shared out", ge=1, le=4096
+    )
     data: DataSection = setting(..., "text")
     batch: BatchSection = setting(BatchSection, "how sentences are put together")
     model: ModelSection = setting(..., "the grammar")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from lm_pcfg.errors import SettingsError
 
 LARGEST_YAML = 1_000_000  # characters
 MOST_YAML_VALUES = 10_000
+_TOO_MANY = f"more than {MOST_YAML_VALUES:,} values are no settings; is it the right file?"
 
 
 # YAML 1.2 rather than 1.1: 2e-3 is a number; on, off, yes, no and dates are text; no octal, no base 60.
@@ -27,6 +31,13 @@ _SCALARS = (
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012
+    values = 0  # so far, aliases not written out
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.values += 1
+        if self.values > MOST_YAML_VALUES:  # before the rest is read, which would take 40 microseconds a value
+            raise yaml.composer.ComposerError(None, None, _TOO_MANY, self.peek_event().start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
@@ -85,13 +96,26 @@ def _expanded_size(node: yaml.Node | None, known: dict[int, float]) -> float:
 def read_yaml(path: Path) -> Any:
     """Read a file of settings, of this version or another: only whether it is YAML is checked."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(_open(path), "rb") as file:
             text = file.read(LARGEST_YAML + 1).decode("utf-8-sig")  # no more of what has no end
     except UnicodeDecodeError as error:
         raise SettingsError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
     except OSError as error:  # no such file, a folder, no permission
         raise SettingsError(f"{path}: cannot be read ({error.strerror}); check --config") from None
     return parse_yaml(text, str(path))
+
+
+def _open(path: Path) -> int:
+    """Open a file. A pipe that waits for its writer is refused, unless it is the shell's: --config /dev/stdin."""
+    if path.is_relative_to("/dev"):
+        return os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, os.strerror(code) if code == errno.EISDIR else "not a regular file", str(path))
+    return descriptor
 
 
 def format_yaml(values: dict[str, Any]) -> str:

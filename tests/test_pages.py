@@ -17,14 +17,16 @@ from command_line import lm_pcfg
 from lm_pcfg.bench.plot import MOST_POINTS, thinned
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference.model import Model
-from lm_pcfg.inference.report import read_runs
+from lm_pcfg.inference.report import Run, read_runs
 from lm_pcfg.pages import model_parts
 from lm_pcfg.pages.heat_map import CELL, heat_map
 from lm_pcfg.pages.model_parts import Wanted
 from lm_pcfg.pages.report import report_page
-from lm_pcfg.pages.run_facts import differences, environment_facts
+from lm_pcfg.pages.run_facts import differences, environment_facts, settings_part
 from lm_pcfg.pages.shell import page, pairs, table, text
 from lm_pcfg.pages.surprisals import LEVELS, surprisal_strip
+from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage.state_file import state_bytes
 from texts import WORDS, write_config, write_text
 
 SCRIPT = "<script>alert(1)</script>"
@@ -103,13 +105,22 @@ def runs(tmp_path_factory) -> Path:
 
 
 def hostile(run: Path, folder: Path) -> Path:
-    """The same run with a hostile name, settings and environment."""
+    """The same run with a hostile name and environment."""
     copy = folder / IMAGE.replace("/", "∕")
     shutil.copytree(run, copy, symlinks=True)
-    config = (copy / "config.yaml").read_text()
-    (copy / "config.yaml").write_text(config + f"{SCRIPT}: {json.dumps(IMAGE)}\n")
     (copy / "environment.json").write_text(json.dumps({"command": [SCRIPT], "host_name": IMAGE, SCRIPT: 1}))
     return copy
+
+
+def change_settings(run: Path, old: str, new: str) -> None:
+    """Change the settings of a run, and of its checkpoints as if they had been written so."""
+    for folder in [run, *checkpoint.list_checkpoints(run)]:
+        config = (folder / "config.yaml").read_text().replace(old, new).encode()
+        (folder / "config.yaml").write_bytes(config)
+        if folder != run:
+            state = json.loads((folder / "state.json").read_bytes())
+            state["files"]["config.yaml"] = {"sha256": hashlib.sha256(config).hexdigest(), "size": len(config)}
+            (folder / "state.json").write_bytes(state_bytes(state))
 
 
 def page_of(*folders: Path, **options) -> str:
@@ -127,6 +138,12 @@ def test_hostile_words_names_and_settings_stay_text(runs, tmp_path):
     assert "<script" not in content
     assert "\u202e" not in content  # it would turn what stands around it
     assert "default-src 'none'" in content  # and if one were forgotten, no browser would run it
+
+
+def test_hostile_settings_stay_text():
+    content = settings_part([Run("a", config={SCRIPT: IMAGE, "model": {IMAGE: [SCRIPT]}})])
+    assert read(content).words.count(SCRIPT) >= 2
+    assert "<script" not in content
 
 
 def test_the_page_of_the_command_has_every_part(runs, tmp_path):
@@ -168,8 +185,7 @@ def test_ten_thousand_logged_steps_and_twenty_trees_fit_into_three_megabytes(run
 def test_several_runs_are_compared(runs, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(runs, other, symlinks=True)
-    config = (other / "config.yaml").read_text()
-    (other / "config.yaml").write_text(config.replace("seed: 0", "seed: 7"))
+    change_settings(other, "seed: 0", "seed: 7")
     content = page_of(runs, other, wanted=Wanted(trees=1, samples=1))
     found = read(content)
     assert "Where they differ" in found.words

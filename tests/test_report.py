@@ -156,7 +156,7 @@ def test_without_validation_or_settings(tmp_path):
     messages: list[str] = []
     (folder / "config.yaml").write_text("model: [")
     assert read_runs([folder], messages.append)[0].nonterminals is None
-    assert "config.yaml: cannot be read" in messages[0]
+    assert "the settings of this run are unknown" in messages[0]
     (folder / "metrics.jsonl").unlink()
     assert read_runs([folder], messages.append)[0].steps == 0
 

@@ -64,19 +64,18 @@ def _who_does_not(runs: Sequence[Run]) -> str:
 
 def _vocabularies(runs: Sequence[Run]) -> list[str]:
     """runs: of one unit."""
-    if len({vocabulary_identity(run.folder) for run in runs} - {None}) < 2:
+    if len({vocabulary_identity(run.vocabulary) for run in runs} - {None}) < 2:
         return []
     sizes = _named(f"{types:,}" for types in sorted({run.types for run in runs if run.types is not None}))
     of_sizes = f" ({sizes} types)" if sizes else ""
     return [f"these runs have different vocabularies{of_sizes}: their perplexities cannot be compared"]
 
 
-def vocabulary_identity(run: Path) -> str | None:
+def vocabulary_identity(folder: Path) -> str | None:
     """What is the same for vocabularies that tell the same words apart; None: not known.
 
     Their own hash is of more: whether ends of lines are explicit, and which size was asked for.
     """
-    folder = run / "vocab"
     try:
         description = json.loads(read_bounded(folder / DESCRIPTION_FILE))
         own = description.get("sha256")
@@ -104,7 +103,7 @@ def _validation_texts(by_unit: Sequence[Sequence[Run]]) -> list[str]:
         return [f"these runs have different validation texts ({_named(names)}): their perplexities cannot be compared"]
     for some in by_unit:
         # Words are those between spaces in any vocabulary; a line has other pieces in each.
-        if some[0].unit == "pieces" and len({vocabulary_identity(run.folder) for run in some}) > 1:
+        if some[0].unit == "pieces" and len({vocabulary_identity(run.vocabulary) for run in some}) > 1:
             continue
         sizes = sorted({run.valid_tokens for run in some if run.valid_tokens is not None})
         limits = sorted({str(limit or "none") for limit in _settings(some, "evaluation", "max_length")})

@@ -14,14 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lm_pcfg.corpus.pieces import KIND
 from lm_pcfg.corpus.text import read_bounded
 from lm_pcfg.corpus.vocabulary import DESCRIPTION_FILE
 from lm_pcfg.errors import UserError
+from lm_pcfg.storage import durable
 from lm_pcfg.storage.metrics_file import read_metrics
-from lm_pcfg.storage.run_folder import failure_of
+from lm_pcfg.storage.notes import failure_of
+from lm_pcfg.training.documents import Carried, newest_carried, vocabulary_folder, written_settings
+
+_LARGEST_COUNT = 2**53
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Run:
     name: str
     unit: str | None = None  # what perplexities and speeds are per: words or pieces; None: not known
     types: int | None = None  # of the vocabulary
-    settings: dict[str, Any] = field(default_factory=dict)  # by section and name, as they stand in its config
+    config: dict[str, Any] = field(default_factory=dict)  # its settings as they were written
+    config_problem: str = ""  # why they are unknown
     unknown_share: float | None = None  # of the words (or pieces) of the validation text
     valid_tokens: int | None = None  # of the validation text, if all of its sentences have a probability
     nonterminals: int | None = None
@@ -57,6 +60,12 @@ class Run:
     train: list[Point] = field(default_factory=list)
     valid: list[Point] = field(default_factory=list)
     folder: Path = Path()
+    vocabulary: Path = Path()  # the folder that has it
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by section and name."""
+        return {name: section for name, section in self.config.items() if isinstance(section, dict)}
 
     def best(self) -> Point | None:
         """The best evaluation, chosen as in training: the fewest impossible sentences, then the lowest perplexity.
@@ -91,38 +100,49 @@ def read_runs(folders: Sequence[Path], warn: Callable[[str], None]) -> list[Run]
     A pattern like `runs/*` also finds folders that are no runs, such as that of a search: those are passed over, unless
     there are no others.
     """
-    if any(map(_is_run, folders)):
+    if any(_why_no_run(folder) is None for folder in folders):
         for folder in folders:
-            if not _is_run(folder):
-                warn(f"{folder} is not a run folder: passed over")
-        folders = list(filter(_is_run, folders))
+            if problem := _why_no_run(folder):
+                warn(f"{folder} {problem}: passed over")
+        folders = [folder for folder in folders if _why_no_run(folder) is None]
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     return [_read_run(folder, name, warn) for folder, name in zip(folders, names, strict=True)]
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() or (folder / "metrics.jsonl").is_file()
+def _why_no_run(folder: Path) -> str | None:
+    try:
+        parts = [folder / "config.yaml", folder / "metrics.jsonl"]
+        return None if any(part.is_file() for part in parts) else "is not a run folder"
+    except PermissionError as error:  # one may not even look at what is in it
+        return f"cannot be read: {durable.reason(error)}"
 
 
 def _read_run(folder: Path, name: str, warn: Callable[[str], None]) -> Run:
-    config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
-    if not _is_run(folder):
-        raise UserError(
-            f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl; give one like runs/tiny"
-        )
-    run = Run(name, *_unit_and_types(folder / "vocab"), finished=(folder / "FINISHED").exists())
-    run.folder, run.failure = folder, failure_of(folder)
-    settings = run.settings = _read_config(config, warn)
-    run.nonterminals = _whole(settings, "model", "nonterminals")
-    run.epochs_planned = _whole(settings, "training", "epochs")
+    if problem := _why_no_run(folder):
+        why = ": it has neither config.yaml nor metrics.jsonl" if "not a run" in problem else ""
+        raise UserError(f"{folder} {problem}{why}; give one like runs/tiny")
+    try:
+        carried = newest_carried(folder, warn)
+    except (UserError, OSError) as error:
+        warn(str(error))
+        carried = None
+    vocabulary = vocabulary_folder(folder, carried, warn)
+    run = Run(name, *_unit_and_types(vocabulary), finished=(folder / "FINISHED").exists())
+    run.folder, run.vocabulary, run.failure = folder, vocabulary, failure_of(folder)
+    _add_settings(run, carried, warn)
+    metrics = folder / "metrics.jsonl"
     lines: list[dict[str, Any]] = []
-    if metrics.is_file():
+    try:
         for line in read_metrics(metrics, warn):
             while lines and lines[-1]["step"] > line["step"]:  # written again after a resume from further back
                 lines.pop()
             lines.append(line)
+    except FileNotFoundError:
+        pass  # it has just begun
+    except OSError as error:
+        warn(f"{metrics} cannot be read: {durable.reason(error)}")
     if any(_is_of_training(line) and "train/seconds" not in line for line in lines):
         warn(f"{folder}: no train/seconds; its times are from time stamps, without the steps before the first of them")
     previous: dict[str, Any] | None = None
@@ -136,28 +156,26 @@ def _unit_and_types(vocabulary: Path) -> tuple[str | None, int | None]:
     """Return what a run's vocabulary is of, and how many of them it has; None for what cannot be read."""
     try:
         description = json.loads(read_bounded(vocabulary / DESCRIPTION_FILE))
-        types = description.get("types")
-        return "pieces" if description.get("kind") == KIND else "words", types if isinstance(types, int) else None
+        return "pieces" if description.get("kind") == KIND else "words", _whole({"": description}, "", "types")
     except (OSError, ValueError, RecursionError, AttributeError):
         return None, None
 
 
-def _read_config(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Read a config without checking it, so that configs of other versions can be read too."""
+def _add_settings(run: Run, carried: Carried | None, warn: Callable[[str], None]) -> None:
+    """Add the settings without checking them, so that those of other versions can be read too."""
     try:
-        content = yaml.safe_load(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, yaml.YAMLError):
-        warn(f"{path}: cannot be read; the settings of this run are unknown")
-        return {}
-    sections = content.items() if isinstance(content, dict) else []
-    return {name: section for name, section in sections if isinstance(section, dict)}
+        run.config = written_settings(run.folder, carried, warn)
+    except UserError as error:
+        run.config_problem = str(error)
+        if (run.folder / "config.yaml").exists():
+            warn(f"{error}; the settings of this run are unknown")
+    run.nonterminals = _whole(run.settings, "model", "nonterminals")
+    run.epochs_planned = _whole(run.settings, "training", "epochs")
 
 
 def _whole(settings: dict[str, Any], section: str, name: str) -> int | None:
     value = settings.get(section, {}).get(name)
-    return value if isinstance(value, int) else None
+    return value if type(value) is int and 0 <= value <= _LARGEST_COUNT else None
 
 
 def _add(run: Run, line: dict[str, Any], previous: dict[str, Any] | None) -> None:

@@ -15,9 +15,8 @@ from lm_pcfg.inference.report import Run
 from lm_pcfg.pages.shell import details, missing, pairs, paragraph, part, table
 from lm_pcfg.settings import Section
 from lm_pcfg.settings_file import settings_class
-from lm_pcfg.storage.durable import read_file, reason
+from lm_pcfg.storage.durable import read_file
 from lm_pcfg.training.documents import flat
-from lm_pcfg.yaml_text import parse_yaml
 
 LARGEST = 1 << 20  # bytes of a file that is read here
 NAMES_OF_THE_RUN = ("name", "resume")  # settings that say nothing about its results
@@ -27,15 +26,10 @@ Facts = dict[str, Any]
 
 
 def read_settings(run: Run) -> Facts:
-    """The settings of a run by their dotted names; UserError if they cannot be read."""
-    path = run.folder / "config.yaml"
-    try:
-        content = parse_yaml(read_file(path, LARGEST).decode("utf-8-sig"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {reason(error)}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} has no settings")
-    return flat({str(name): value for name, value in content.items()})
+    """The settings of a run by their dotted names; UserError if they are unknown."""
+    if run.config_problem:
+        raise UserError(run.config_problem)
+    return flat(run.config)
 
 
 def read_object(run: Run, name: str) -> Facts | None:

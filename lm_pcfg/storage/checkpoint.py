@@ -139,11 +139,9 @@ def load(folder: Path, *, device: str | torch.device = "cpu", with_optimizer: bo
 def list_checkpoints(run_folder: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest step first."""
     checkpoints = run_folder / "checkpoints"
-    if not checkpoints.is_dir():
-        return []
     found = []
     try:
-        for entry in checkpoints.iterdir():
+        for entry in checkpoints.iterdir() if checkpoints.is_dir() else ():
             match = _STEP_NAME.fullmatch(entry.name)
             if match and entry.is_dir():
                 found.append((int(match[1]), entry))

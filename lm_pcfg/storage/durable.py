@@ -119,10 +119,19 @@ def open_regular(path: Path) -> io.BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
+def open_lock(path: Path) -> io.TextIOWrapper:
+    """Open a file to lock it and to write to it, which is made if need be; what is no regular file is refused."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{path.name} is not a regular file (remove it)", str(path))
+    return os.fdopen(descriptor, "a")
+
+
 def reason(error: BaseException) -> str:
     """Return one line that says why; if a library wraps an I/O error, the system's own words."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        return error.strerror + " (ask its owner for access)" * isinstance(error, PermissionError)
     if match := re.search(r"I/O error: (.+?)(?: \(os error \d+\))?$", str(error)):
         return match[1]
     return " ".join(str(error).split()) or type(error).__name__

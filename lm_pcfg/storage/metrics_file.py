@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 import zlib
 from collections import deque
@@ -22,11 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from lm_pcfg.console import warn
+from lm_pcfg.errors import UserError
 from lm_pcfg.storage import durable
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _CHECK = re.compile(rb'(.*), "check": "([0-9a-f]{8})"\}', re.DOTALL)
 _MOST_WAITING_LINES = 100_000
+#: What is counted, timed or summed by those who read it, so that no sum overflows.
+_COUNTED = ("step", "time", "epoch", "train/seconds", "train/words_per_second", "train/skipped", "valid/impossible",
+            "valid/tokens")  # fmt: skip
+_LARGEST_COUNT = 2**53
 
 
 class MetricsFile:
@@ -69,7 +75,7 @@ class MetricsFile:
         recorded: the `mark` of the checkpoint. If the lines up to it are not there as they were, that is told.
         """
         self.close()
-        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
+        lines = _read(self.path).split(b"\n")
         lines = [line + b"\n" for line in (lines if lines[-1] else lines[:-1])]
         if recorded is not None and _hash_of(lines[: recorded["lines"]]) == recorded["sha256"]:
             kept = lines[: recorded["lines"]]
@@ -133,7 +139,7 @@ def read_metrics(path: Path, warn: Callable[[str], None] = warn) -> Iterator[dic
     Lines that are damaged or cut off are left out, and told at the end.
     """
     damaged = []
-    with path.open("rb") as file:
+    with durable.open_regular(path) as file:
         for number, line in enumerate(file, start=1):
             content = _parse(line)
             if content is None:
@@ -171,6 +177,17 @@ def _checked(line: dict[str, Any]) -> bytes:
     return b'%s, "check": "%08x"}\n' % (text[:-1], zlib.crc32(text))
 
 
+def _read(path: Path) -> bytes:
+    """Read all lines; none if there is no file."""
+    try:
+        with durable.open_regular(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:  # a pipe, a folder, a file of somebody else
+        raise UserError(f"{path} cannot be read: {durable.reason(error)}; move it away, and resume again") from None
+
+
 def _hash_of(lines: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(lines)).hexdigest()
 
@@ -194,7 +211,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         content = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(content, dict) or type(content.get("step")) is not int:
+    if not isinstance(content, dict) or type(content.get("step")) is not int or not _is_plausible(content):
         return None
     if "check" in content:
         match = _CHECK.fullmatch(line.removesuffix(b"\n"))
@@ -202,6 +219,20 @@ def _parse(line: bytes) -> dict[str, Any] | None:
             return None
         del content["check"]
     return content
+
+
+def _is_plausible(content: dict[str, Any]) -> bool:
+    """Whether all numbers of a line are such as a training writes, so that one can compute with them."""
+    for name, value in content.items():
+        if not isinstance(value, int | float):
+            continue
+        if not -sys.float_info.max <= value <= sys.float_info.max:  # also of NaN; the right ones are words
+            return False
+        if name.endswith("/ppl") and value <= 0:
+            return False
+        if name in _COUNTED and abs(value) > _LARGEST_COUNT:
+            return False
+    return content["step"] >= 0
 
 
 def _open_after_last_whole_line(path: Path) -> int:

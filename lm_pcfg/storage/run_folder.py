@@ -276,7 +276,7 @@ class RunFolder:
         while True:
             try:
                 self._made = sorted({*self._made, *durable.make_folder(self.path)}, reverse=True)
-                lock = self._lock = (self.path / ".lock").open("a")
+                lock = self._lock = durable.open_lock(self.path / ".lock")
             except FileNotFoundError:
                 failures += 1
                 if failures == _ATTEMPTS:

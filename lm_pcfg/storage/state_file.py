@@ -17,7 +17,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.storage import durable
 
 FORMAT = 1
-_MOST_BYTES = 1 << 24  # a state of a few kilobytes is usual
+_MOST_BYTES = 1 << 20  # 2 KB are usual, 40 KB with 1,000 former bests, 1,000 skipped steps and a ranking of 100
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -113,7 +113,16 @@ def state_bytes(content: dict[str, Any]) -> bytes:
     """Format the state, with a `checksum` of its own: this file holds the hashes of the others."""
     unsigned = {key: value for key, value in content.items() if key != "checksum"}
     content = json.loads(json.dumps(unsigned, allow_nan=False))  # as it will be read: keys are strings, no tuples
-    content["checksum"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    content["checksum"] = _checksum(content)
+    return _formatted(content)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    unsigned = {key: value for key, value in content.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(unsigned, allow_nan=False).encode()).hexdigest()
+
+
+def _formatted(content: dict[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
@@ -135,7 +144,7 @@ def read_state(path: Path) -> dict[str, Any]:
         version = repr(state["format"])[:40]
         raise CheckpointError(f"{path} has the unknown format {version}; this version reads format {FORMAT}")
     try:
-        intact = written == state_bytes(state)
+        intact = state.get("checksum") == _checksum(state) and written == _formatted(state)  # the second takes longer
     except (ValueError, RecursionError):  # NaN, which Python reads but save never writes
         intact = False
     if not intact:
