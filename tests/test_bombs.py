@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +19,16 @@ import pytest
 import zstandard
 
 from lm_pcfg.corpus import text
+from lm_pcfg.corpus.batches import BatchOptions
 from lm_pcfg.corpus.lengths import Histogram
 from lm_pcfg.corpus.preparation import hub
 from lm_pcfg.corpus.preparation import shards as preparation
 from lm_pcfg.corpus.preparation.prepare import PrepareOptions, prepare
-from lm_pcfg.corpus.shards import blocks, files, parquet
+from lm_pcfg.corpus.shards import blocks, files, loader, manifest, parquet
 from lm_pcfg.corpus.shards.errors import ShardError
 from lm_pcfg.corpus.shards.files import Chunk
+from lm_pcfg.corpus.shards.manifest import PreparedError, ShardEntry
+from lm_pcfg.corpus.shards.prepared import PreparedCorpus, verify_all, vocabulary_of
 from lm_pcfg.corpus.shards.raw import IndexStore, RawCorpus, RawOptions
 from lm_pcfg.corpus.text import TextError, read_lines
 from shards import NUMBERS
@@ -197,6 +202,111 @@ def test_blocks_are_bounded_by_words(monkeypatch):
     assert len(blocks.group_chunks(chunks, 1000)) == 1
     monkeypatch.setattr(blocks, "MOST_WORDS", 10_000)
     assert [block.histogram.words for block in blocks.group_chunks(chunks, 1000)] == [10_000] * 10
+
+
+def varint(value: int, width: int = 0) -> bytes:
+    """An integer as Thrift writes it, zigzag; width: with leading zeros, which every reader takes."""
+    parts = [(2 * value) >> shift & 0x7F for shift in range(0, 7 * width or max(7, (2 * value).bit_length()), 7)]
+    return bytes([part | 0x80 for part in parts[:-1]] + parts[-1:])
+
+
+def test_the_size_of_a_page_is_looked_up_where_the_metadata_lie(tmp_path, monkeypatch):
+    file = write_dictionary(tmp_path / "a.parquet", "w1 w2 " * 400_000, 3)
+    column = pq.read_metadata(file).row_group(0).column(0)
+    true, content = varint(column.total_uncompressed_size), file.read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    assert true in content[start:]
+    file.write_bytes(content[:start] + content[start:].replace(true, varint(100, len(true))))
+    assert pq.read_metadata(file).row_group(0).column(0).total_uncompressed_size == 100
+    assert next(parquet.rows(file, "text", 0)) == "w1 w2 " * 400_000
+    monkeypatch.setattr(text, "ANY_MAY_BECOME", 1 << 20)
+    with pytest.raises(ShardError, match="becomes more than 1 MiB of text"):
+        next(parquet.rows(file, "text", 0))
+
+
+# ---- prepared corpora -----------------------------------------------------------------------------------------------
+
+
+def prepared_of(folder: Path, length: int, lines: int, **options) -> Path:
+    """A prepared corpus whose only shard says one word again and again; options: of how it is written."""
+    shard = folder / "shards" / "shard-00000.parquet"
+    shard.parent.mkdir(parents=True)
+    NUMBERS.save(folder / "vocab")
+    offsets = pa.array(np.arange(0, lines * length + 1, length, dtype=np.int32))
+    ids = pa.ListArray.from_arrays(offsets, pa.array(np.ones(lines * length, np.int32)))
+    pq.write_table(pa.table({"ids": ids}), shard, write_page_checksum=True, **options)
+    sha256 = hashlib.sha256(shard.read_bytes()).hexdigest()
+    write_manifest(folder, ShardEntry(shard.name, sha256, shard.stat().st_size, (Histogram.of([length] * lines),)))
+    return folder
+
+
+def write_manifest(folder: Path, entry: ShardEntry) -> None:
+    counts = {"lines": sum(group.lines for group in entry.groups), "words": entry.words, "tokens": entry.words}
+    vocabulary = {"kind": "words", "types": len(NUMBERS), "sha256": NUMBERS.hash}
+    content = {"format": 1, "counts": counts, "vocabulary": vocabulary, "damage": [], "versions": {}}
+    (folder / "prepare.json").write_text('{"format": 1, "inputs": [], "options": {}}')
+    (folder / "manifest.json").write_text(manifest.manifest_text({**content, "shards": [entry.to_json()]}))
+
+
+def test_a_shard_of_more_words_than_its_bytes_can_stand_for_is_refused(tmp_path):
+    folder = prepared_of(tmp_path / "out", 1000, 5000, compression="zstd")
+    assert (folder / "shards/shard-00000.parquet").stat().st_size < 2000
+    with pytest.raises(PreparedError, match=r"5,000,000 words in [0-9,]+ bytes, .* prepare the corpus again") as caught:
+        PreparedCorpus(folder, NUMBERS)
+    assert verify_all(folder) == [str(caught.value)]
+    assert "damaged" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_large_row_group_takes_a_shard_with_a_bit_a_word(tmp_path, monkeypatch):
+    one = prepared_of(tmp_path / "one", 1000, 40, compression="zstd")
+    other = prepared_of(tmp_path / "other", 1000, 40, compression="none", use_dictionary=False)
+    for folder in (one, other):
+        assert len(PreparedCorpus(folder, NUMBERS).read(0).ids) == 40_000
+    monkeypatch.setattr(manifest, "MOST_WORDS_OF_A_GROUP", 39_999)
+    assert len(PreparedCorpus(other, NUMBERS).read(0).ids) == 40_000  # earlier versions made such of long lines
+    with pytest.raises(PreparedError, match=r"a row group of shard-00000\.parquet has too many words"):
+        PreparedCorpus(one, NUMBERS)
+
+
+def test_a_shard_that_is_smaller_than_its_manifest_says_is_not_read(tmp_path):
+    folder = prepared_of(tmp_path / "out", 10, 40)
+    (entry,) = manifest.read_manifest(folder).shards
+    write_manifest(folder, replace(entry, size=entry.size + 1))
+    with pytest.raises(ShardError, match="is not what it was"):
+        PreparedCorpus(folder, NUMBERS).read(0)
+
+
+@pytest.mark.parametrize("of_groups", [False, True])
+def test_text_that_repeats_itself_is_prepared_so_that_it_is_read(tmp_path, monkeypatch, of_groups):
+    monkeypatch.setattr(manifest, "MOST_WORDS_OF_A_GROUP", 1000 if of_groups else 1 << 25)
+    monkeypatch.setattr(manifest, "MOST_EXPANSION", 1000 if of_groups else 200)
+    monkeypatch.setattr(text, "ANY_MAY_BECOME", 1000)
+    (tmp_path / "a.txt").write_text("w1 w1 w1 w1 w1 w1 w1 w1 w1 w1\n" * 20_000)
+    found = prepare([str(tmp_path / "a.txt")], tmp_path / "out", PrepareOptions(), processes=1)
+    assert found.shards[0].size > 4 * 200_000
+    corpus = PreparedCorpus(tmp_path / "out", vocabulary_of(found))
+    assert sum(len(corpus.read(block).ids) for block in range(len(corpus.blocks))) == 200_000
+
+
+def test_ordinary_shards_are_compressed(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"w{k % 7} w{k % 13} w{k % 17}\n" for k in range(20_000)))
+    found = prepare([str(tmp_path / "a.txt")], tmp_path / "out", PrepareOptions(), processes=1)
+    assert found.shards[0].size < 60_000
+
+
+def test_large_blocks_are_gathered_in_parts(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("".join(f"{'w1 ' * (1 + k % 5)}w{k % 13}\n" for k in range(500)))
+    found = prepare([str(tmp_path / "a.txt")], tmp_path / "out", PrepareOptions(), processes=1)
+    vocabulary = vocabulary_of(found).with_end_of_sentence()
+    streamed = blocks.StreamedText([blocks.Source(PreparedCorpus(tmp_path / "out", vocabulary))], vocabulary)
+    maker = loader.BlockMaker(streamed, BatchOptions(), 0, "fail")
+    whole = maker.make(loader.Request(0, 0, 0, None))
+    monkeypatch.setattr(loader, "GATHERED_AT_A_TIME", 50)
+    parts = maker.make(loader.Request(0, 0, 0, None))
+    assert len(whole.words) == 500 * 5
+    assert whole.words.tolist() == parts.words.tolist()
+    assert whole.lengths.tolist() == parts.lengths.tolist()
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

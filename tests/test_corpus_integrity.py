@@ -93,7 +93,7 @@ def test_every_bit_of_a_manifest_counts(corpus):
                 told += 1
                 one_line(error)
             else:
-                found.content.pop("checksum", None)
+                found.content["shards"] = [entry.to_json() for entry in found.shards]
                 wanted = {key: value for key, value in content.items() if key != "checksum"}
                 left = {key: found.content.get(key) for key in wanted}  # a key `chgcksum` more does no harm
                 assert left == wanted, (place, bit)

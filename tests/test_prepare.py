@@ -158,9 +158,9 @@ def test_a_killed_prepare_goes_on_where_it_was(tmp_path):
     assert kept >= len(finished) - 1 > 0
     whole = made(tmp_path / "whole", tmp_path / "a.txt.gz", tmp_path / "b.txt", shard_lines=2000,
                  words=VocabularyOptions(size=10_000))  # fmt: skip
-    one, other = (read_manifest(folder).content for folder in (tmp_path / "out", whole))
-    assert one["shards"] == other["shards"]
-    assert one["counts"] == other["counts"]
+    one, other = (read_manifest(folder) for folder in (tmp_path / "out", whole))
+    assert one.shards == other.shards
+    assert one.counts == other.counts
     assert not list((tmp_path / "out").rglob("*.tmp"))
     again = command(*arguments, cwd=tmp_path)
     assert again.returncode == 0

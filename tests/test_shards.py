@@ -400,5 +400,5 @@ def test_manifest_lines_are_json_and_shards_a_line(tmp_path):
     write_shard(tmp_path / "a.txt", random_lines(300))
     manifest = prepare([str(tmp_path / "a.txt")], tmp_path / "out", PrepareOptions(shard_lines=100), processes=1)
     text = (tmp_path / "out/manifest.json").read_text()
-    assert json.loads(text) == manifest.content
+    assert json.loads(text) == {**manifest.content, "shards": [entry.to_json() for entry in manifest.shards]}
     assert sum(line.startswith('{"file"') for line in text.splitlines()) == 3

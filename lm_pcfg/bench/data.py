@@ -16,16 +16,9 @@ from lm_pcfg.corpus.batches import BatchOptions
 from lm_pcfg.corpus.lengths import Histogram, Limits
 from lm_pcfg.corpus.opening import OpeningOptions, open_streamed
 from lm_pcfg.corpus.preparation.shards import write_ids
+from lm_pcfg.corpus.shards.manifest import FORMAT, MANIFEST, ShardEntry, manifest_text
 from lm_pcfg.corpus.shards.plan import ShardPlan
-from lm_pcfg.corpus.shards.prepared import (
-    FORMAT,
-    MANIFEST,
-    SHARDS,
-    VOCABULARY,
-    PreparedCorpus,
-    ShardEntry,
-    manifest_text,
-)
+from lm_pcfg.corpus.shards.prepared import SHARDS, VOCABULARY, PreparedCorpus
 from lm_pcfg.corpus.shards.raw import RawOptions
 from lm_pcfg.corpus.stream import BatchStream
 from lm_pcfg.corpus.vocabulary import UNKNOWN, Vocabulary, VocabularyOptions

@@ -30,7 +30,7 @@ from lm_pcfg.corpus.opening import (
 from lm_pcfg.corpus.pieces import SPACE, AnyVocabulary
 from lm_pcfg.corpus.sentences import Sentences, with_ends
 from lm_pcfg.corpus.shards.files import is_json, is_parquet
-from lm_pcfg.corpus.shards.prepared import is_prepared
+from lm_pcfg.corpus.shards.manifest import is_prepared
 from lm_pcfg.corpus.shards.raw import RawOptions
 from lm_pcfg.corpus.text import EMBEDDED_PREFIX, STANDARD_INPUT, read_words
 from lm_pcfg.corpus.vocabulary import UNKNOWN, VocabularyOptions

@@ -20,8 +20,9 @@ from lm_pcfg.corpus.preparation import ptb
 from lm_pcfg.corpus.sentences import Sentences, load_sentences
 from lm_pcfg.corpus.shards.blocks import ShardedCorpus, Source, StreamedText
 from lm_pcfg.corpus.shards.files import find_shards, is_json, is_parquet
+from lm_pcfg.corpus.shards.manifest import is_prepared, read_manifest
 from lm_pcfg.corpus.shards.plan import ShardPlan
-from lm_pcfg.corpus.shards.prepared import PreparedCorpus, is_prepared, read_manifest, unfinished, vocabulary_of
+from lm_pcfg.corpus.shards.prepared import PreparedCorpus, unfinished, vocabulary_of
 from lm_pcfg.corpus.shards.raw import IndexStore, RawCorpus, RawOptions, build_vocabulary
 from lm_pcfg.corpus.stream import BatchStream, Plan, TextPlan
 from lm_pcfg.corpus.text import COMPRESSION, EMBEDDED_PREFIX, read_words

@@ -9,7 +9,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +27,7 @@ COMPRESSION = {".gz": "gzip", ".zst": "zstd"}  # by suffix
 LONGEST_LINE = 16 << 20  # bytes
 ANY_MAY_BECOME = 16 << 20  # bytes of text, however small the file
 MOST_EXPANSION = 200  # times its size, beyond that
-LARGEST_FILE = 512 << 20  # bytes of what is read as a whole: a vocabulary, or a manifest of some billion lines
+LARGEST_FILE = 512 << 20  # bytes of what is read as a whole: a vocabulary, or an index of raw shards
 
 # (first bytes, what the file looks like, what to do about it)
 MAGIC: tuple[tuple[bytes, str, str], ...] = (
@@ -51,6 +51,12 @@ class TextError(UserError, ValueError):
 
 def read_bounded(path: Path, most: int = LARGEST_FILE) -> bytes:
     """Read a plain file; OSError if it is a pipe, a device or larger than this."""
+    with open_bounded(path, most) as file:
+        return file.read(most)
+
+
+@contextmanager
+def open_bounded(path: Path, most: int) -> Iterator[BinaryIO]:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would wait
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
@@ -60,7 +66,7 @@ def read_bounded(path: Path, most: int = LARGEST_FILE) -> bytes:
             raise OSError(errno.EINVAL, "not a plain file", str(path))
         if found.st_size > most:
             raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
-        return file.read(most)
+        yield file
 
 
 def resolve_source(path_or_name: str | Path) -> Path | str:

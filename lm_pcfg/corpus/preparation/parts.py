@@ -51,7 +51,8 @@ from lm_pcfg.corpus.preparation.shards import (
     remove_leftovers,
     remove_leftovers_of,
 )
-from lm_pcfg.corpus.shards.prepared import PARTS, PLAN, SHARDS, VOCABULARY, Manifest, is_prepared, read_manifest
+from lm_pcfg.corpus.shards.manifest import Manifest, is_prepared, read_manifest
+from lm_pcfg.corpus.shards.prepared import PARTS, PLAN, SHARDS, VOCABULARY
 from lm_pcfg.corpus.shards.shapes import (
     BegunShape,
     CountedShape,

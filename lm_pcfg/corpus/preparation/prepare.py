@@ -28,28 +28,15 @@ from lm_pcfg.corpus.preparation.shards import (
     Reading,
     ReadOptions,
     Task,
-    finished,
+    finished_or_made,
     forget_notes,
     lines_of_rows,
     remove_leftovers,
     tasks_of,
-    write_shard,
 )
 from lm_pcfg.corpus.shards.files import OnError, files_below, find_shards
-from lm_pcfg.corpus.shards.prepared import (
-    FORMAT,
-    MANIFEST,
-    PARTS,
-    PLAN,
-    SHARDS,
-    TEXTS,
-    VOCABULARY,
-    Manifest,
-    is_prepared,
-    manifest_text,
-    read_manifest,
-    verify,
-)
+from lm_pcfg.corpus.shards.manifest import FORMAT, MANIFEST, Manifest, is_prepared, manifest_text, read_manifest
+from lm_pcfg.corpus.shards.prepared import PARTS, PLAN, SHARDS, TEXTS, VOCABULARY, verify
 from lm_pcfg.corpus.shards.processes import in_processes, usable_cores, worth_using
 from lm_pcfg.corpus.shards.shapes import PlanShape, ShapeError, checked, parse_json
 from lm_pcfg.corpus.text import read_bounded
@@ -234,7 +221,11 @@ def saved_vocabulary(out: Path) -> AnyVocabulary | None:
     """Load the vocabulary of the corpus, if it is there; remove half of one."""
     folder = out / VOCABULARY
     if (folder / DESCRIPTION_FILE).exists():  # it is written last
-        return load_vocabulary(folder)
+        try:
+            return load_vocabulary(folder)
+        except VocabularyError as error:
+            problem = str(error).split("; ")[0]  # it goes on with what helps in the folder of a run
+            raise UserError(f"{problem}; remove {folder} and run the same command again, which makes it anew") from None
     if folder.exists():
         shutil.rmtree(folder)
     return None
@@ -297,21 +288,19 @@ def _all_lines(inputs: Sequence[Input], read: ReadOptions, bar: Progress) -> Ite
 # ---- shards and manifest --------------------------------------------------------------------------------------------
 
 
-def _finished_or_made(task: Task, folder: Path, read: ReadOptions, vocabulary: AnyVocabulary) -> Finished:
-    return finished(folder, task, read, vocabulary) or write_shard(folder, task, read, vocabulary)
-
-
 def make_shards(
     inputs: Sequence[Input], read: ReadOptions, out: Path, options: PrepareOptions, vocabulary: AnyVocabulary,
     processes: int, reading: Reading,
 ) -> list[Finished]:  # fmt: skip
     tasks = (task for item in inputs for task in tasks_of(item, read, options.shard_lines, reading))
-    work = partial(_finished_or_made, folder=out, read=read, vocabulary=vocabulary)
+    work = partial(finished_or_made, folder=out, options=read, vocabulary=vocabulary)
     made: list[Finished] = []
     with progress("lines prepared", None) as bar:
         for result in in_processes(work, tasks, processes=processes):
             made.append(result)
             bar.advance(result.rows, f"{len(made)} shards")
+    for why in (item.why for item in made if item.why):
+        say(f"warning: {why}; its shard was made again")
     for message in reading.damage.values():
         say(f"warning: {message}; what came before it is kept (--on-error skip)")
     kept = sum(not item.fresh for item in made)

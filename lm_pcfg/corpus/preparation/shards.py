@@ -1,7 +1,7 @@
 """Making the shards of a prepared corpus: each is whole or absent, and what is finished is never made again.
 
-A shard is written beside, made durable and renamed; then, in the same way, a small file with its counts and hash. A
-shard counts as finished if that file is there and the hash is right.
+A shard is written beside, made durable and renamed; then, in the same way, a note: a small file with its counts and
+hash, and a checksum of these. A shard counts as finished if its note is there and both are right.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import os
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,21 @@ from lm_pcfg.corpus.preparation.hub import rows_of_split
 from lm_pcfg.corpus.shards.errors import ShardError
 from lm_pcfg.corpus.shards.files import BYTES_AT_A_TIME, Chunk, OnError, Row, scan
 from lm_pcfg.corpus.shards.lines import lines_of
-from lm_pcfg.corpus.shards.prepared import IDS, MANIFEST, PLAN, ROW_GROUP_LINES, SHARDS, TEXTS, ShardEntry, problem_with
-from lm_pcfg.corpus.shards.shapes import FinishedShape, NoteShape, ShapeError, checked, parse_json
+from lm_pcfg.corpus.shards.manifest import MANIFEST, MOST_BYTES_OF_A_LINE, ShardEntry
+from lm_pcfg.corpus.shards.prepared import IDS, PLAN, ROW_GROUP_LINES, SHARDS, TEXTS, problem_with
+from lm_pcfg.corpus.shards.shapes import (
+    CHECKSUM,
+    FinishedShape,
+    NoteShape,
+    ShapeError,
+    check_checksum,
+    checked,
+    parse_json,
+    with_checksum,
+)
 from lm_pcfg.corpus.text import TextError, read_bounded, read_lines
 from lm_pcfg.corpus.treebank import TreeError, bracketed, read_tree, read_trees
-from lm_pcfg.storage.durable import replace_file
+from lm_pcfg.storage.durable import reason, replace_file
 
 ROWS_AT_A_TIME = 16_384
 SHARD_BYTES = 64 << 20  # of text: long lines make shards of fewer
@@ -87,6 +98,7 @@ class Finished:
     counts: Counts
     rows: int
     fresh: bool = True  # made now, not found
+    why: str = ""  # why it was made again, if that should be told
 
     def to_json(self) -> dict[str, Any]:
         return {"entry": self.entry.to_json(), "counts": asdict(self.counts), "rows": self.rows}
@@ -184,12 +196,22 @@ def _made_of(task: Task, options: ReadOptions, vocabulary: AnyVocabulary) -> dic
     }  # fmt: skip
 
 
-def finished(folder: Path, task: Task, options: ReadOptions, vocabulary: AnyVocabulary) -> Finished | None:
-    """Return the shard that an earlier call made of these rows, if it is whole."""
+def finished_or_made(task: Task, folder: Path, options: ReadOptions, vocabulary: AnyVocabulary) -> Finished:
+    """Return the shard that an earlier call made of these rows, if it is whole; else make it."""
     try:
-        note = checked(NoteShape, parse_json(read_bounded(_note(folder, task.file))))
-    except (OSError, ShapeError):
-        return None
+        found, why = _finished(folder, task, options, vocabulary), ""
+    except (OSError, ShapeError) as error:
+        found, why = None, f"{_note(folder, task.file)}: {reason(error)}"  # the manifest would sign what it says
+        why = "" if isinstance(error, FileNotFoundError) else why
+    return found or replace(write_shard(folder, task, options, vocabulary), why=why)
+
+
+def _finished(folder: Path, task: Task, options: ReadOptions, vocabulary: AnyVocabulary) -> Finished | None:
+    content = parse_json(read_bounded(_note(folder, task.file), MOST_BYTES_OF_A_LINE))
+    if CHECKSUM not in content:
+        raise ShapeError("has no checksum, as those of earlier versions")
+    check_checksum(content)
+    note = checked(NoteShape, content)
     found = Finished.of(note)
     if note.made_of != _made_of(task, options, vocabulary) or found.entry.file != task.file:
         return None
@@ -227,7 +249,7 @@ def write_shard(folder: Path, task: Task, options: ReadOptions, vocabulary: AnyV
     )
     result = Finished(entry, counts, len(task.rows))
     note = {**result.to_json(), "made_of": _made_of(task, options, vocabulary)}
-    replace_file(_note(folder, task.file), (json.dumps(note) + "\n").encode())
+    replace_file(_note(folder, task.file), (json.dumps(with_checksum(note)) + "\n").encode())
     return result
 
 
@@ -241,16 +263,19 @@ def write_ids(path: Path, lengths: np.ndarray, ids: np.ndarray, columns: dict[st
         IDS: pyarrow.LargeListArray.from_arrays(offsets, ids).cast(pyarrow.list_(pyarrow.int32())),
         **{name: pyarrow.array(values, pyarrow.string()) for name, values in (columns or {}).items()},
     })  # fmt: skip
+    starts = range(0, len(lengths), ROW_GROUP_LINES)
+    groups = tuple(Histogram.of(lengths[start : start + ROW_GROUP_LINES]) for start in starts)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    pyarrow.parquet.write_table(
-        table, beside, row_group_size=ROW_GROUP_LINES, compression="zstd", write_page_checksum=True
+    write = partial(
+        pyarrow.parquet.write_table, table, beside, row_group_size=ROW_GROUP_LINES, write_page_checksum=True
     )
+    write(compression="zstd")
+    if ShardEntry(path.name, "", beside.stat().st_size, groups).is_dense:  # text that repeats itself; not to be refused
+        write(compression="none", use_dictionary=False)
     with beside.open("rb") as file:
         os.fsync(file.fileno())
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     os.replace(beside, path)
-    starts = range(0, len(lengths), ROW_GROUP_LINES)
-    groups = tuple(Histogram.of(lengths[start : start + ROW_GROUP_LINES]) for start in starts)
     return ShardEntry(path.name, sha256, path.stat().st_size, groups)
 
 

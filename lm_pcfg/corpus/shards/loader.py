@@ -17,6 +17,8 @@ from lm_pcfg.corpus.shards.errors import ShardError
 from lm_pcfg.corpus.shards.files import OnError
 from lm_pcfg.corpus.shards.processes import in_order, make_pool
 
+GATHERED_AT_A_TIME = 1 << 22  # words
+
 
 @dataclass(frozen=True)
 class Request:
@@ -79,14 +81,26 @@ class BlockMaker:
         plan = plan_batches(word_lengths[indices] + int(ends), self.options, seeds)
         order = indices[np.concatenate(plan)] if plan else indices
         sentences = Sentences(ids=block.ids, offsets=block.offsets, line_numbers=block.lines, end_of_sentence=False)
-        words, lengths = with_ends(*sentences.gather(order), self.text.vocabulary.end_id)
+        lengths = word_lengths[order] + int(ends)
+        words, filled = np.empty(int(lengths.sum()), np.int32), 0
+        for some in _in_parts(order, lengths):
+            own, _ = with_ends(*sentences.gather(some), self.text.vocabulary.end_id)
+            words[filled : filled + len(own)] = own
+            filled += len(own)
         return BlockBatches(
-            words=words.astype(np.int32),
+            words=words,
             lengths=lengths,
             lines=self.text.first_lines[request.source] + block.lines[order],
             cuts=np.concatenate([[0], np.cumsum([len(batch) for batch in plan])]).astype(np.int64),
             ends=ends,
         )
+
+
+def _in_parts(order: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Divide sentences into parts of about so many words: where they are takes many times the memory of the words."""
+    ends = np.cumsum(lengths)
+    limits = np.arange(GATHERED_AT_A_TIME, ends[-1] if len(ends) else 0, GATHERED_AT_A_TIME)
+    return np.split(order, np.unique(np.searchsorted(ends, limits)))
 
 
 class BlockLoader:

@@ -216,17 +216,18 @@ def _values_of_groups(path: Path, field: str, size: int, changed: int) -> list[i
     return [metadata.row_group(group).column(leaf).num_values for group in range(metadata.num_row_groups)]
 
 
-def prepared_ids(path: Path, field: str, group: int, values: int) -> Iterator[Any]:
+def prepared_ids(path: Path, field: str, group: int, values: int, size: int) -> Iterator[Any]:
     """Yield Arrow arrays of lists of numbers that are a row group of a shard that `prepare` made.
 
-    values: how many it should have; whatever has others is not what was made, and is not read.
+    values, size: how many numbers the row group should have, and bytes the file; else it is not what was made, and is
+    not read. How many numbers so many bytes may stand for is up to the manifest.
     """
     import pyarrow  # its exceptions have a name of their own: modules are empty when Python ends with this in mid-file
     from pyarrow import ArrowException
 
     try:
         stat = path.stat()
-        if _values_of_groups(path, field, stat.st_size, stat.st_mtime_ns)[group] != values:
+        if stat.st_size != size or _values_of_groups(path, field, size, stat.st_mtime_ns)[group] != values:
             raise changed(path)
         stream = _stream(path, field, stat.st_size, stat.st_mtime_ns)
         for table in stream.shard(stream.num_shards, group).iter(batch_size=ROWS_AT_A_TIME):

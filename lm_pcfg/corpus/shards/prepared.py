@@ -3,7 +3,7 @@
     vocab/           words.txt or pieces.model
     shards/*.parquet column `ids` (list of int32), 16,384 lines a row group; with trees also `text` and `tree`
     manifest.json    counts, lengths, hashes, versions; written last, so a folder with a manifest is whole. Its
-                     `checksum` is of its own content (shapes.py); manifests of before it had one are read, too.
+                     `checksum` is of its own content (manifest.py); manifests of before it had one are read, too.
 
 Shards hold no blank lines and no `<eos>`: that is added when a model wants it.
 """
@@ -11,10 +11,7 @@ Shards hold no blank lines and no `<eos>`: that is added when a model wants it.
 from __future__ import annotations
 
 import hashlib
-import json
-import reprlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +20,15 @@ import numpy as np
 from lm_pcfg.corpus.lengths import Histogram
 from lm_pcfg.corpus.pieces import AnyVocabulary, load_vocabulary
 from lm_pcfg.corpus.sentences import Damage
+from lm_pcfg.corpus.shards import parquet
 from lm_pcfg.corpus.shards.blocks import BlockText, ShardedCorpus, fingerprint_of, group_chunks
 from lm_pcfg.corpus.shards.errors import ShardError, changed
 from lm_pcfg.corpus.shards.files import Chunk
-from lm_pcfg.corpus.shards.parquet import prepared_ids
-from lm_pcfg.corpus.shards.shapes import (
-    CHECKSUM,
-    ManifestShape,
-    PlanShape,
-    ShapeError,
-    ShardShape,
-    check_checksum,
-    checked,
-    parse_json,
-    with_checksum,
-)
+from lm_pcfg.corpus.shards.manifest import Manifest, PreparedError, ShardEntry, is_prepared, read_manifest
+from lm_pcfg.corpus.shards.shapes import PlanShape, ShapeError, checked, parse_json
 from lm_pcfg.corpus.text import read_bounded
 from lm_pcfg.errors import UserError
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 SHARDS = "shards"
 VOCABULARY = "vocab"
 PLAN = "prepare.json"  # what the folder is being made of
@@ -52,75 +38,9 @@ IDS = "ids"
 ROW_GROUP_LINES = 16_384
 
 
-class PreparedError(UserError):
-    """A prepared corpus that cannot be used; the message is one line for the user."""
-
-
-@dataclass(frozen=True)
-class ShardEntry:
-    """What the manifest knows of a shard."""
-
-    file: str
-    sha256: str
-    size: int
-    groups: tuple[Histogram, ...]  # one a row group
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "file": self.file,
-            "sha256": self.sha256,
-            "size": self.size,
-            "lines": sum(group.lines for group in self.groups),
-            "row_groups": [group.to_json() for group in self.groups],
-        }
-
-    @classmethod
-    def of(cls, shape: ShardShape) -> ShardEntry:
-        return cls(shape.file, shape.sha256, shape.size, tuple(map(Histogram.from_json, shape.row_groups)))
-
-
-@dataclass(frozen=True)
-class Manifest:
-    folder: Path
-    content: dict[str, Any]
-    shards: tuple[ShardEntry, ...]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return self.content["counts"]
-
-
-def is_prepared(path: str | Path) -> bool:
-    return (Path(path) / MANIFEST).is_file()
-
-
 def unfinished(path: str | Path) -> bool:
     """Whether `prepare` was stopped in this folder before its end."""
     return (Path(path) / SHARDS).is_dir() and not is_prepared(path)
-
-
-def read_manifest(folder: Path) -> Manifest:
-    file = folder / MANIFEST
-    try:
-        content = parse_json(read_bounded(file))
-        if content.get("format") != FORMAT:
-            raise PreparedError(f"{file}: format {reprlib.repr(content.get('format'))}; this version reads {FORMAT}")
-        if CHECKSUM in content:
-            check_checksum(content)
-        shape = checked(ManifestShape, content)
-    except OSError as error:
-        raise PreparedError(f"{file}: cannot be read ({error.strerror}); make it with lm_pcfg prepare") from None
-    except ShapeError as error:
-        raise PreparedError(f"{file}: damaged ({error}); make the corpus again with lm_pcfg prepare") from None
-    return Manifest(folder, content, tuple(map(ShardEntry.of, shape.shards)))
-
-
-def manifest_text(content: dict[str, Any]) -> str:
-    """Format a manifest as JSON, with a key or a shard on each line, and a checksum."""
-    content = with_checksum(content)
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items() if key != "shards"]
-    shards = ",\n".join(json.dumps(shard) for shard in content["shards"])
-    return "{\n" + ",\n".join([*lines, f'"shards": [\n{shards}\n]']) + "\n}\n"
 
 
 def vocabulary_of(manifest: Manifest) -> AnyVocabulary:
@@ -170,14 +90,16 @@ def verify_all(folder: Path) -> list[str]:
 
 def _problems_of_texts(manifest: Manifest) -> Iterator[str]:
     """Compare text.txt and trees.txt with the shards, which hold the same."""
-    import pyarrow.parquet
-
     for column, name in TEXTS.items():
         digest = hashlib.sha256()
-        for entry in manifest.shards:
-            table = pyarrow.parquet.read_table(manifest.folder / SHARDS / entry.file, columns=[column])
-            for value in table.column(column).to_pylist():
-                digest.update(f"{value}\n".encode())
+        try:
+            for shard in (manifest.folder / SHARDS / entry.file for entry in manifest.shards):
+                for group in parquet.groups(shard, column):
+                    for value in parquet.rows(shard, column, group):
+                        digest.update(f"{value}\n".encode())
+        except ShardError as error:
+            yield str(error)
+            continue
         try:
             with (manifest.folder / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest.hexdigest():
@@ -293,20 +215,28 @@ class PreparedCorpus(ShardedCorpus):
             raise ShardError(f"{self._files[number]}: {problem}; put it back, or prepare the corpus again")
 
     def read(self, block: int) -> BlockText:
-        ids, lengths = [], []
+        all_ids, lengths, filled = np.empty(0, np.int32), [np.empty(0, np.int64)], 0
         for chunk in self.blocks[block].chunks:
             file = self._files[chunk.shard]
             if self._always and self._compared != chunk.shard:
                 self._compare(chunk.shard)
                 self._compared = chunk.shard
-            rows = 0
-            for array in prepared_ids(file, IDS, chunk.start, self._words[chunk.shard][chunk.start]):
-                ids.append(array.flatten().to_numpy(zero_copy_only=False).astype(np.int32, copy=False))
+            rows, words = 0, self._words[chunk.shard][chunk.start]
+            for array in parquet.prepared_ids(file, IDS, chunk.start, words, self._entries[chunk.shard].size):
+                ids = array.flatten().to_numpy(zero_copy_only=False)
+                if not filled:  # not before a shard was seen to have what the manifest says; filled as it is read
+                    all_ids = np.empty(self.blocks[block].histogram.words, np.int32)
+                if filled + len(ids) > len(all_ids):
+                    raise changed(file)
+                all_ids[filled : filled + len(ids)] = ids
                 lengths.append(array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64))
-                rows += len(array)
+                rows, filled = rows + len(array), filled + len(ids)
+                del array, ids  # before the next is made
             if rows != chunk.rows:
                 raise changed(file)
-        all_ids, all_lengths = _joined(ids, np.int32), _joined(lengths, np.int64)
+        all_lengths = np.concatenate(lengths)
+        if filled != len(all_ids):
+            raise changed(self._files[self.blocks[block].chunks[0].shard])
         if len(all_ids) and not 0 <= all_ids.min() <= all_ids.max() < self._types:
             raise ShardError(f"{file}: has numbers that are no words of its vocabulary; prepare the corpus again")
         if Histogram.of(all_lengths) != self.blocks[block].histogram:
@@ -317,7 +247,3 @@ class PreparedCorpus(ShardedCorpus):
             offsets=np.concatenate([[0], np.cumsum(all_lengths)]),
             lines=np.arange(first, first + len(all_lengths)),
         )
-
-
-def _joined(parts: Sequence[np.ndarray], kind: Any) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.empty(0, kind)
