@@ -14,6 +14,7 @@ from typing import Any
 
 from lm_pcfg.corpus.pieces import load_vocabulary
 from lm_pcfg.corpus.shards import prepared
+from lm_pcfg.corpus.shards.manifest import MANIFEST, Manifest
 from lm_pcfg.corpus.shards.shapes import parse_json
 from lm_pcfg.corpus.text import read_bounded
 from lm_pcfg.errors import UserError
@@ -61,7 +62,7 @@ def _verify_corpus(folder: Path) -> Findings:
     return found
 
 
-def _other_plan(manifest: prepared.Manifest) -> str | None:
+def _other_plan(manifest: Manifest) -> str | None:
     """Say that prepare.json tells of another corpus than the manifest, which has a checksum; None: it does not.
 
     What is in both is compared: manifests have no sizes and times of inputs, and those of the first versions less.
@@ -80,7 +81,7 @@ def _other_plan(manifest: prepared.Manifest) -> str | None:
         "inputs": _names(plan["inputs"]),
         "numbers": [item.get("number") for item in plan["inputs"]],
     }
-    return None if found == expected else f"{file}: is not what {prepared.MANIFEST} says that the corpus was made of"
+    return None if found == expected else f"{file}: is not what {MANIFEST} says that the corpus was made of"
 
 
 def _names(inputs: Any) -> list[Any]:
