@@ -131,7 +131,7 @@ def open_lock(path: Path) -> io.TextIOWrapper:
 def reason(error: BaseException) -> str:
     """Return one line that says why; if a library wraps an I/O error, the system's own words."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror + " (ask its owner for access)" * isinstance(error, PermissionError)
+        return f"{error.strerror} (ask its owner for access)" if error.errno == errno.EACCES else error.strerror
     if match := re.search(r"I/O error: (.+?)(?: \(os error \d+\))?$", str(error)):
         return match[1]
     return " ".join(str(error).split()) or type(error).__name__
