@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.settings_file import load_settings
-from lm_pcfg.storage import checkpoint
+from lm_pcfg.storage import checkpoint, state_file
 from lm_pcfg.storage.metrics_file import read_metrics
 from lm_pcfg.training import evaluation, loop, resumption
 
@@ -185,7 +185,7 @@ def opens_all_others(folder: Path) -> None:
 
 
 def main(folder: Path, engines: list[str]) -> None:
-    assert checkpoint.FORMAT == 1
+    assert state_file.FORMAT == 1
     if engines == ["last"]:
         opens_all_others(folder)
         restores_exactly(folder, "single")
