@@ -81,7 +81,7 @@ MODULES = {
     "lm_pcfg/storage/exported.py": "export export_elsewhere",
     "lm_pcfg/storage/hashed_folder.py": "durability checkpoint checkpoint_documents checkpoint_optimizer saving",
     "lm_pcfg/storage/hub.py": "export_elsewhere export",
-    "lm_pcfg/storage/metrics_file.py": f"metrics_file saving verify {TRAINING}",
+    "lm_pcfg/storage/metrics_file.py": f"metrics_file saving verify readers {TRAINING}",
     "lm_pcfg/storage/notes.py": f"verify run_folder {STORAGE}",
     "lm_pcfg/storage/run_folder.py": f"checkpoint_choice run_folder failed_starts engine_choice resumption {TRAINING}",
     "lm_pcfg/storage/state_file.py": f"hostile_state {STORAGE}",

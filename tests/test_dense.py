@@ -197,9 +197,11 @@ def test_extreme_rules_equal_log_space(spread):
         torch.testing.assert_close(inputs[2].grad.double(), wide[2].grad, rtol=0, atol=1e-5)
         tables = dense.span_marginals(rules, emissions, lengths)
         wide_rules = PairRules(*(tensor.double() for tensor in rules))
+        wide_tables = dense.span_marginals(wide_rules, emissions.double(), lengths, "fp64", "torch")
         true_tables = dense.span_marginals(wide_rules, emissions.double(), lengths, "fp64", "reference")
-        for table, spans in zip(tables, true_tables, strict=True):
+        for table, wide_table, spans in zip(tables, wide_tables, true_tables, strict=True):
             torch.testing.assert_close(table.double(), spans, rtol=0, atol=1e-5)
+            torch.testing.assert_close(wide_table, spans, rtol=0, atol=1e-9)
     assert statistics.sentences == 32
     assert (statistics.recomputed > 0) == (spread > 10)
     assert (statistics.recomputed_in_log_space > 0) == (spread > 100)

@@ -432,6 +432,13 @@ class TestSmallFiles:
 
 
 class TestBest:
+    def test_a_link_that_a_kill_left_behind_is_repaired(self, run):
+        (run / "best").unlink(missing_ok=True)
+        checkpoint.repair_best(run, 99)  # of no checkpoint
+        assert not (run / "best").exists()
+        checkpoint.repair_best(run, 3)
+        assert (run / "best").readlink() == Path("checkpoints/step-00000003")
+
     def test_a_dangling_link_is_told_before_it_is_replaced(self, run, capsys):
         (run / "best").symlink_to("checkpoints/step-00000099")
         checkpoint.repair_best(run, None)

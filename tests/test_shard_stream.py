@@ -102,6 +102,16 @@ def test_the_words_of_a_batch_are_those_of_its_lines():
             assert batch.n_words == at - (len(batch.lengths) if vocabulary is explicit else 0)
 
 
+def test_a_closed_stream_ends_its_workers(monkeypatch):
+    pools = []
+    monkeypatch.setattr(loader, "make_pool", lambda *given: pools.append(threads_as_workers(*given)) or pools[-1])
+    (stream,) = streams_of(MemoryCorpus([[3, 5, 4] * 8], block_lines=8), BatchOptions(sentences=3), 1, workers=1)
+    stream.next_step()
+    stream.close()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pools[0].submit(len, "")
+
+
 def test_batches_do_not_depend_on_the_workers_and_do_on_seed_and_epoch():
     corpus = MemoryCorpus([[3, 5, 4, 8, 2] * 8] * 5, block_lines=16)
     options = BatchOptions(sentences=3)
