@@ -203,6 +203,7 @@ def test_squares_change_no_bit_of_small_grammars(lengths, largest_block, monkeyp
     made, make = [], scaled.Squares.__init__
     monkeypatch.setattr(scaled.Squares, "__init__", lambda *given: made.append(given) or make(*given))
     monkeypatch.setattr(scaled, "LARGEST_BLOCK", largest_block)
+    monkeypatch.setattr(scaled, "FEW_LENGTHS", 9)
     in_squares = [log_z_and_gradients(lengths, torch.float32, "fp32", given) for given in (None, limits)]
     assert len(made) == (0 if 5 * max(lengths) ** 2 // 4 > largest_block else 4 if lengths == [1] else 6)
     monkeypatch.setattr(scaled, "LARGEST_SQUARES", 0)
@@ -427,6 +428,13 @@ def test_squares_are_used_up_to_their_limits_on_a_cpu(monkeypatch):
         monkeypatch.setattr(scaled, "LARGEST_BLOCK", largest + block)
         assert scaled.SquareChart.fits(layout, 7, cpu) == fits
         assert not scaled.SquareChart.fits(layout, 7, torch.device("meta"))
+
+
+def test_few_symbols_and_many_lengths_have_row_numbers_instead_of_squares():
+    cpu, few, many = torch.device("cpu"), Layout([3, 5, 3]), Layout([3, 5, 2])
+    assert scaled.SquareChart.fits(few, 64, cpu)
+    assert not scaled.SquareChart.fits(many, 64, cpu)
+    assert scaled.SquareChart.fits(many, 65, cpu)
 
 
 def test_squares_are_worked_off_some_sentences_at_a_time():
