@@ -322,7 +322,8 @@ def test_hostile_indexes_end_in_one_line(index, data):
                     found.read(block)
         except UserError as error:
             one_line(error)
-        path.write_bytes(right)
+        finally:
+            path.write_bytes(right)
 
 
 # ---- data.verify ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
+from lm_pcfg.distributed import rendezvous as module
 from lm_pcfg.distributed.rendezvous import meet, on_one_host, rendezvous
 from lm_pcfg.errors import UserError
 
@@ -119,3 +120,30 @@ def test_a_folder_that_others_can_use_is_refused(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="not a folder that only you can use"):
         meet(TIMEOUT)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems name it otherwise")
+@pytest.mark.parametrize("chosen", [None, "eth9"])
+def test_gloo_and_nccl_are_told_of_the_loopback_interface_unless_the_user_chose_another(monkeypatch, tmp_path, chosen):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, chosen or "")  # so that it is as before afterwards
+        if chosen is None:
+            monkeypatch.delenv(name)
+    for name, value in {"RANK": "0", "MASTER_PORT": "1", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    meet(TIMEOUT)
+    assert [os.environ[name] for name in names] == [chosen or "lo"] * 2
+
+
+@pytest.mark.parametrize(("rank", "size", "lines"), [("0", "2", 1), ("1", "2", 0), ("0", "1", 0)])
+def test_the_launchers_open_store_is_told_by_one_process(monkeypatch, tmp_path, capsys, rank, size, lines):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module, "rendezvous", lambda store, *given: store)
+    for name, value in {"RANK": rank, "MASTER_PORT": "77", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}.items():
+        monkeypatch.setenv(name, value)
+    meet(TIMEOUT)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    assert all("listens on port 77 of all interfaces: shield it (docs/clusters.md)" in line for line in said)

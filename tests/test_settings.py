@@ -379,9 +379,9 @@ def test_aliases_that_stand_for_little_are_read(config):
 
 @pytest.mark.parametrize(
     "override",
-    ["model.init=normal(" + "1" * 32_000 + ", 1)", "optimizer.learning_rate=1e300", "optimizer.clip=1e300",
-     "optimizer.weight_decay=1e300"],
-    ids=lambda override: override[:20],
+    ["model.init=normal(" + "1" * 32_000 + ", 1)", "model.init=normal(" + "1" * 32_000, "optimizer.learning_rate=1e300",
+     "optimizer.clip=1e300", "optimizer.weight_decay=1e300"],
+    ids=lambda override: override[:20] + override[-3:],
 )  # fmt: skip
 def test_numbers_that_no_weight_can_hold_are_refused(config, override):
     began = time.perf_counter()

@@ -333,6 +333,7 @@ def test_commands_print_the_same_on_1_2_and_4_ranks(folder, monkeypatch, command
         main, *others = run_ranks(size, ["-m", "lm_pcfg", *arguments])
         said = [line for line in main.splitlines() if "the launcher's store listens" not in line]
         assert sorted(said) == sorted(expected)
+        assert len(main.splitlines()) == len(said) + 1  # told once
         assert others == [""] * (size - 1)
 
 
