@@ -24,7 +24,8 @@ LARGEST_SQUARES = 1 << 26
 #: Up to so many nonterminals sums over splits are rounded as they always were, on every device: the runs of small
 #: models can be repeated bit for bit. Above, a CPU sums in an order that it is faster in.
 LARGEST_AS_EVER = 64
-#: With no more symbols than these, squares are worth their many small views only for so few lengths, as in training.
+#: Up to LARGEST_AS_EVER nonterminals squares pay only for so few lengths, as batches of training have: their views are
+#: small, and each length has its own.
 FEW_LENGTHS = 2
 
 
@@ -213,8 +214,8 @@ class SquareChart(Chart):
     def fits(layout: Layout, nonterminals: int, device: torch.device) -> bool:
         """Whether a chart of squares is quicker and not too large, nor the temporaries of one sentence.
 
-        Each length has its squares. With few symbols and many lengths, as in scoring, a table of row numbers for all
-        lengths is quicker: by 30 % with 64 symbols, and to the last digit the same.
+        With few symbols and many lengths, as in scoring, one table of row numbers for all lengths is quicker: by 30 %
+        with 64 symbols, and the results are the same to the last digit.
         """
         largest = layout.longest**2 // 4 * nonterminals
         numbers = Squares.numbers(layout) * nonterminals
