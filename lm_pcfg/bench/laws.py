@@ -24,6 +24,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.inference.report import Run
 
 EXPONENTS = (0.01, 3.0)  # where exponents are looked for
+NO_TERM = 1e-9  # of the loss: what a term is at most, in the middle of the runs, that only rounding has left
 AT_EDGE = 0.001  # an exponent so close to the edges, relatively, is at them
 SAME_TEXT = 0.02  # texts whose words differ by at most so much, relatively, count as one
 HOUR = 3600.0
@@ -183,7 +184,8 @@ def fit_law(runs: Sequence[Trained], variables: tuple[str, ...]) -> Law:
     found = minimize(residual, start, method="Nelder-Mead", options=options).x
     exponents = np.exp(np.clip(found, low, high))
     constant, *coefficients = solved(exponents)[0]
-    scaled = np.array(coefficients) * middle**exponents
+    there = np.array(coefficients) > NO_TERM * losses.mean()
+    scaled = np.where(there, coefficients * middle**exponents, 0.0)
     return Law(variables, float(constant), tuple(scaled.tolist()), tuple(exponents.tolist()))
 
 
