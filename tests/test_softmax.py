@@ -74,35 +74,41 @@ def test_normalizers_in_narrow_types(precision, tolerance):
     ("precision", "dtype", "tolerance"),
     [("fp32", torch.float64, 1e-14), ("fp32", torch.float32, 1e-6), ("bf16", torch.float32, 1e-2)],
 )
-def test_logits_that_a_cpu_keeps(precision, dtype, tolerance, monkeypatch):
-    """As many as KEPT_FROM to KEPT_TO: one product for the logits and two for the gradients, each pass again."""
+def test_probabilities_that_are_kept(precision, dtype, tolerance, monkeypatch):
+    """As many as KEPT_FROM to KEPT_BYTES: a product for the logits and two for the gradients, each pass again."""
     features, embeddings = inputs = tables(P, V, dtype=dtype)
     weights = torch.randn(P, dtype=dtype, generator=torch.Generator().manual_seed(1))
     made, made_again, multiply = [], log_normalizers(*inputs, precision), normalizers.multiply
     gradients = torch.autograd.grad(made_again @ weights, inputs)
     monkeypatch.setattr(normalizers, "multiply", lambda *given: made.append(multiply(*given)) or made[-1])
-    monkeypatch.setattr(normalizers, "KEPT_FROM", P * V)
+    monkeypatch.setattr(normalizers, "KEPT_FROM", {"cpu": P * V})
     kept = log_normalizers(*inputs, precision)
     for _ in range(2):
         assert_same(torch.autograd.grad(kept @ weights, inputs, retain_graph=True), gradients, tolerance)
     assert_same([kept], [made_again], tolerance)
-    assert [result.shape for result in made] == [(P, V), (P, D), (V, D), (P, D), (V, D)]
-    for change in ("no_grad", "KEPT_TO", "largest_block"):  # nothing is kept: rows are whole lines
-        made.clear()
-        if change == "KEPT_TO":
-            monkeypatch.setattr(normalizers, change, P * V - 1)
+    padded = 112  # V = 101: rows are whole lines
+    assert [result.shape for result in made] == [(P, padded), (P, D), (padded, D), (P, D), (padded, D)]
+    made.clear()
+    in_blocks = log_normalizers(*inputs, precision, largest_block=10 * padded)
+    assert_same(torch.autograd.grad(in_blocks @ weights, inputs), gradients, tolerance)
+    assert [result.shape[0] for result in made] == [10, 10, 10, 7, P, padded]
+    size = P * V * (2 if precision == "bf16" else dtype.itemsize)
+    for change in ("no_grad", "KEPT_BYTES"):  # nothing is kept
+        if change == "KEPT_BYTES":
+            monkeypatch.setattr(normalizers, change, {"cpu": size - 1})
         with torch.set_grad_enabled(change != "no_grad"):
-            log_normalizers(features, embeddings, precision, P * V - 1 if change == "largest_block" else 1 << 27)
-        assert all(result.shape[1] == 112 for result in made)
-        monkeypatch.setattr(normalizers, "KEPT_TO", 1 << 26)
+            result = log_normalizers(features, embeddings, precision)
+        assert result.grad_fn is None or "Kept" not in type(result.grad_fn).__name__
+    monkeypatch.setattr(normalizers, "KEPT_BYTES", {"cpu": size})
+    assert "Kept" in type(log_normalizers(features, embeddings, precision).grad_fn).__name__
 
 
 def test_large_logits_do_not_overflow(monkeypatch):
     features, embeddings = tables(3, 5, dtype=torch.float32, scale=100.0)
-    monkeypatch.setattr(normalizers, "KEPT_FROM", 0)
+    monkeypatch.setattr(normalizers, "KEPT_FROM", {"cpu": 0})
     kept = log_normalizers(features, embeddings)
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(kept.sum(), (features, embeddings)))
-    monkeypatch.setattr(normalizers, "KEPT_FROM", 1 << 20)
+    monkeypatch.setattr(normalizers, "KEPT_FROM", {"cpu": 1 << 20})
     torch.testing.assert_close(log_normalizers(features, embeddings), kept)
     ours = log_normalizers(features, embeddings)
     assert ours.isfinite().all()
@@ -149,7 +155,7 @@ def test_rounding_leaves_gradients_as_they_are():
     (table,) = tables(7, dtype=torch.float32)
     gradient = torch.randn(7, D, generator=torch.Generator().manual_seed(0))
     values = rounded(table, "bf16")
-    assert torch.equal(values, table.bfloat16().float())
+    assert torch.equal(values, table.half().float())
     assert torch.equal(torch.autograd.grad(values, table, gradient)[0], gradient)
     assert rounded(table, "tf32") is table
 
@@ -160,8 +166,10 @@ def test_narrow_tables_are_refused(narrow):
     two[narrow] = two[narrow].bfloat16()
     with pytest.raises(ValueError, match=r"should be float32 or float64, not torch\.bfloat16"):
         log_normalizers(*two)
-    with pytest.raises(ValueError, match="should be float32 or float64"):
+    with pytest.raises(ValueError, match="should have one type"):
         child_probabilities(two[0], two[1], two[1])
+    with pytest.raises(ValueError, match=r"should be float32 or float64, not torch\.float16"):
+        child_probabilities(*(table.half() for table in (two[0], two[1], two[1])))
 
 
 def test_a_gpu_without_triton_is_served_by_pytorch(monkeypatch):
@@ -210,7 +218,7 @@ def test_children_equal_the_dense_ones(largest_block):
 
 def test_derivatives_by_finite_differences(monkeypatch):
     assert torch.autograd.gradcheck(log_normalizers, tables(3, 4))
-    monkeypatch.setattr(normalizers, "KEPT_FROM", 0)
+    monkeypatch.setattr(normalizers, "KEPT_FROM", {"cpu": 0})
     assert torch.autograd.gradcheck(log_normalizers, tables(3, 4))
     assert torch.autograd.gradcheck(lambda *tables: child_probabilities(*tables)[:2], tables(2, 5, 5))
 
@@ -228,6 +236,22 @@ def test_narrow_probabilities_take_wide_gradients_at_their_entrances():
     weights[:, :, ::2] += 2.0**-12
     ours = torch.autograd.grad(entrances, inputs, list(weights))
     assert_same(ours, torch.autograd.grad(dense, wide, list(weights.double())), 1e-2)
+
+
+@pytest.mark.parametrize("largest_block", [40, 1 << 27])
+def test_children_of_bf16_tables(largest_block):
+    """Tables and their gradients are bf16; logits, and sums over blocks, are not."""
+    inputs = [table.detach().bfloat16().requires_grad_() for table in tables(7, 18, 18, dtype=torch.float32)]
+    left, right, *entrances = child_probabilities(*inputs, torch.bfloat16, "bf16", largest_block)
+    assert {entrance.dtype for entrance in entrances} == {torch.float32}
+    wide = [table.detach().double().requires_grad_() for table in inputs]
+    dense = [(wide[0] @ children.T).softmax(1) for children in wide[1:]]
+    assert_same((left, right), dense, 4e-3)
+    weights = list(torch.randn(2, 7, 18, generator=torch.Generator().manual_seed(1)))
+    ours = torch.autograd.grad(entrances, inputs, weights)
+    assert {gradient.dtype for gradient in ours} == {torch.bfloat16}
+    truth = torch.autograd.grad(dense, wide, [weight.double() for weight in weights])
+    assert_same(ours, truth, 1e-2)
 
 
 def test_left_and_right_lie_one_after_the_other():

@@ -21,6 +21,7 @@ from flash_inside.benchmarks.sizes import ptb_lengths
 from flash_inside.dropout import hashed_dropout
 from flash_inside.forward import Chain
 from flash_inside.packing import Layout
+from flash_inside.residual import residual_layers
 from flash_inside.softmax import child_probabilities, log_normalizers
 
 triton = pytest.importorskip("triton")
@@ -29,6 +30,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.int8: "*i8",
@@ -85,8 +87,8 @@ def noted() -> Iterator[dict]:
     """A dictionary whose keys are the (kernel, specialisation) that are launched while this lasts, none of them run."""
     from triton.runtime.jit import JITFunction
 
-    from flash_inside import dropout
-    from flash_inside.softmax import rows
+    from flash_inside import dropout, residual
+    from flash_inside.softmax import normalizers, rows
     from flash_inside.triton import kernels
 
     if not isinstance(kernels.row_of, JITFunction):
@@ -98,8 +100,10 @@ def noted() -> Iterator[dict]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", note)
-        for module in (rows, dropout):
+        for module in (rows, dropout, residual):
             patch.setattr(module, "in_triton", lambda tensor: True)
+        patch.setattr(normalizers, "KEPT_FROM", {"meta": 1})
+        patch.setattr(normalizers, "KEPT_BYTES", {"meta": 1 << 20})
         patch.setattr(forward, "choose", lambda *_: "triton")
         yield seen
 
@@ -142,12 +146,20 @@ def launch_forward(states, precision, lengths, rank=None):
 
 
 def launch_softmaxes(n, p, dimension=16):
-    """Probabilities of children in fp32 and bf16, from products in fp32 and bf16."""
+    """Probabilities of children in fp32 and bf16, from products in fp32 and bf16, of tables in fp32 and bf16."""
     for rules_type in (torch.float32, torch.bfloat16):
-        for precision in ("fp32", "bf16"):
-            tables = [without_memory(size, dimension) for size in (n, n + p, n + p)]
+        for precision, tables_type in (("fp32", torch.float32), ("bf16", torch.float32), ("bf16", torch.bfloat16)):
+            tables = [without_memory(size, dimension, dtype=tables_type) for size in (n, n + p, n + p)]
             results = child_probabilities(*tables, rules_type, precision)[2:]
             torch.autograd.grad([result.sum() for result in results], tables)
+
+
+def launch_residual_layers(rows, dimension=512):
+    x, skip = (without_memory(rows, dimension, dtype=torch.bfloat16) for _ in range(2))
+    weights = [without_memory(*shape) for shape in ((dimension, dimension), (dimension,))]
+    for inputs in ((x, None, *weights), (x, skip, *weights), (x, None, *weights, *weights)):
+        wanted = [tensor for tensor in inputs[: 2 + len(weights)] if tensor is not None]
+        torch.autograd.grad(residual_layers(*inputs).sum(), wanted)
 
 
 def launch_dropout(rows, rate, dimension=512):
@@ -156,9 +168,11 @@ def launch_dropout(rows, rate, dimension=512):
 
 
 def launch_normalizers(words, dimension=16):
+    """With probabilities that are kept, and with too many for it."""
     for precision in ("fp32", "bf16"):
-        tables = without_memory(32, dimension), without_memory(words, dimension)
-        torch.autograd.grad(log_normalizers(*tables, precision).sum(), tables)
+        for states in (32, 1 << 20):
+            tables = without_memory(states, dimension), without_memory(words, dimension)
+            torch.autograd.grad(log_normalizers(*tables, precision, largest_block=1 << 40).sum(), tables)
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +215,9 @@ def launches():
         for dimension in (512, 33, 1):
             for rate in (0.3, 0.6):
                 launch_dropout(1, rate, dimension)
+        for rows in (1, 33, 4096):
+            for dimension in (512, 128, 16, 33, 1):
+                launch_residual_layers(rows, dimension)
     return list(seen)
 
 
@@ -219,6 +236,8 @@ def test_other_batches_launch_nothing_else(launches):
         for n in (32, 512, 8192):  # rows of 96, 1536, 24,576
             launch_softmaxes(n, 2 * n)
             launch_dropout(n, 0.3)
+            launch_residual_layers(n)
+            launch_residual_layers(3 * n, 256)
         for states, rank in ((4096, None), (32768, 4096)):
             launch_forward(states, "bf16", [32] * 8, rank)
             launch_forward(states, "bf16", [40, 1, 32, 7], rank)
@@ -250,6 +269,7 @@ def one_of_each():
         launch_softmaxes(64, 128)
         launch_normalizers(99)
         launch_dropout(1, 0.3)
+        launch_residual_layers(64)
         launch_forward(512, "bf16", [20, 17])
     return {
         (kernel.fn.__name__, dict(launch[1]).get("PER_SENTENCE")): (kernel, launch) for kernel, launch in reversed(seen)

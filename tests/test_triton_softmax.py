@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from flash_inside.softmax import child_probabilities, log_normalizers
+from flash_inside.softmax import child_probabilities, log_normalizers, normalizers
 
 pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
@@ -37,7 +37,7 @@ SIZES = [(1, 1), (3, 2), (2, 127), (5, 129), (2, 4096), (2, 4097), (1, 9001), (1
 
 
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
-def test_row_passes_equal_pytorch(rows, columns):
+def test_row_passes_equal_pytorch(rows, columns, monkeypatch):
     from flash_inside.triton import rows as kernels
 
     logits, gradient = rows_of(rows, columns), rows_of(rows, columns, scale=1.0)
@@ -49,14 +49,21 @@ def test_row_passes_equal_pytorch(rows, columns):
     torch.testing.assert_close(normalizers.double(), wide.logsumexp(1), rtol=1e-6, atol=1e-6)
 
     probabilities = torch.empty_like(logits)
-    kernels.softmax(logits, probabilities)
-    torch.testing.assert_close(probabilities.double(), wide.softmax(1), rtol=1e-5, atol=1e-12)
-
     factor = gradient[:, 0].contiguous()
     expected = torch.zeros_like(padded, dtype=torch.float64)
     expected[:, :columns] = wide.softmax(1) * factor[:, None].double()
     kernels.scaled_exp(padded, columns, normalizers, factor, padded)
     torch.testing.assert_close(padded.double(), expected, rtol=1e-4, atol=1e-12)
+
+    for longest in (kernels.LONGEST_WHOLE_ROW, 1):  # a row is read once, or in blocks
+        monkeypatch.setattr(kernels, "LONGEST_WHOLE_ROW", longest)
+        kernels.softmax(logits, probabilities.fill_(torch.nan))
+        torch.testing.assert_close(probabilities.double(), wide.softmax(1), rtol=1e-5, atol=1e-12)
+        padded[:, :columns], padded[:, columns:] = logits, 100.0
+        kernels.softmax_and_log_sum_exp(padded, columns, padded, normalizers.fill_(torch.nan))
+        torch.testing.assert_close(padded[:, :columns].double(), wide.softmax(1), rtol=1e-5, atol=1e-12)
+        torch.testing.assert_close(normalizers.double(), wide.logsumexp(1), rtol=1e-6, atol=1e-6)
+        assert (padded[:, columns:] == 0).all()
 
     d_logits = torch.empty_like(logits)
     kernels.softmax_gradient(probabilities, gradient, d_logits)
@@ -102,7 +109,9 @@ def test_bf16_probabilities_and_their_gradients():
         assert (a.double() - b).norm() <= 5e-2 * b.norm()
 
 
-def test_bf16_normalizers():
+@pytest.mark.parametrize("kept", [True, False])
+def test_bf16_normalizers(kept, monkeypatch):
+    monkeypatch.setattr(normalizers, "KEPT_FROM", dict.fromkeys(("cpu", "cuda"), 1 if kept else 1 << 40))
     tables = [rows_of(n, 16, scale=1.0).requires_grad_() for n in (33, 70)]
     wide = [table.detach().double().requires_grad_() for table in tables]
     weights = rows_of(1, 33, scale=1.0)[0]

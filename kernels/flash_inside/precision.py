@@ -91,21 +91,24 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 @contextmanager
 def full_matmul_precision(precision: str) -> Iterator[None]:
-    """Do as `matmul_precision`, and sum products of bf16 operands in fp32."""
+    """Do as `matmul_precision`, and sum products of 16-bit operands in fp32."""
     settings = torch.backends.cuda.matmul
-    before = settings.allow_bf16_reduced_precision_reduction
-    settings.allow_bf16_reduced_precision_reduction = False
+    before = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = False
     try:
         with matmul_precision(precision):
             yield
     finally:
-        settings.allow_bf16_reduced_precision_reduction = before
+        settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction = before
 
 
 def product_precision(precision: str) -> AbstractContextManager[None]:
-    """Set the precision of products of the networks' fp32 tensors: "fp32" is true fp32, lower ones may use TF32."""
+    """Set the precision of the networks' products: of fp32 tensors "fp32" is true fp32, and lower ones may use TF32.
+
+    For "bf16" products of bf16 tensors are summed in fp32.
+    """
     check_precision(precision)
-    return matmul_precision("tf32" if precision == "bf16" else precision)
+    return full_matmul_precision("tf32") if precision == "bf16" else matmul_precision(precision)
 
 
 def product(a: Tensor, b: Tensor, compute: torch.dtype) -> Tensor:

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from flash_inside.precision import product_precision
 from flash_inside.softmax import rows
-from flash_inside.softmax.products import LARGEST_BLOCK, add, blocks, check_wide, multiply, operand
+from flash_inside.softmax.products import (
+    LARGEST_BLOCK,
+    add,
+    blocks,
+    check_tables,
+    logits_type,
+    multiply,
+    of_logits,
+    operand,
+    wide_type,
+)
 
 
 def child_probabilities(
@@ -25,20 +35,22 @@ def child_probabilities(
 
     Tables with a leading dimension, one for each sentence, give probabilities with it: [B, N, d] -> [B, N, S].
 
+    parents and children are of one type: fp64, fp32 or bf16, whose logits and sums are wider.
+
     dtype      of the probabilities; by default that of the parents
     precision  of the products, as for `log_normalizers`
 
     Returns left, right, and where their gradients enter the graph. Autograd rounds a gradient to the type of its
-    tensor. So where the probabilities are narrower than the networks, they are not differentiable themselves: each
-    comes with an entrance, a tensor of the same shape in the wide type that takes no memory and has no meaning but its
-    gradient. Else the entrances are left and right themselves.
+    tensor. So probabilities narrower than fp32 are not differentiable themselves: each comes with an entrance, a
+    tensor of the same shape in the wide type that takes no memory and has no meaning but its gradient. Else the
+    entrances are left and right themselves.
 
     No logits are kept: the backward needs the probabilities alone. left and right lie one after the other in memory,
     so that products can take both at once.
     """
     dtype = dtype or parents.dtype
     tables = (parents, left_children, right_children)
-    check_wide(*tables)
+    check_tables(*tables, narrowest=torch.bfloat16)
     left, right, *entrances = _ChildProbabilities.apply(*tables, dtype, precision, largest_block)
     return (left, right, *entrances) if entrances else (left, right, left, right)
 
@@ -56,15 +68,15 @@ class _ChildProbabilities(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.precision, ctx.largest_block = precision, largest_block
         ctx.set_materialize_grads(False)
-        symbols, wide = left_children.shape[-2], parents.dtype
-        a = operand(_of_sentences(parents), precision)
+        symbols, wide = left_children.shape[-2], wide_type(parents)
+        a = of_logits(_of_sentences(parents), precision)
         both = torch.empty(2, *parents.shape[:-1], symbols, dtype=dtype, device=parents.device)
         left, right = both
         with product_precision(precision):
             for children, probabilities in ((left_children, left), (right_children, right)):
-                b, out = operand(_of_sentences(children), precision), _of_sentences(probabilities)
-                for some, block in _blocks(out, largest_block):
-                    logits = multiply(a[some, block], b[some].mT, wide)
+                b, out = of_logits(_of_sentences(children), precision), _of_sentences(probabilities)
+                for some, block in _blocks(out, largest_block * wide.itemsize // logits_type(a).itemsize):
+                    logits = multiply(a[some, block], b[some].mT, logits_type(a))
                     rows.softmax(logits.flatten(0, 1), out[some, block].flatten(0, 1))
                     del logits  # before the next block is made
         ctx.save_for_backward(parents, left_children, right_children, left, right)
@@ -73,15 +85,16 @@ class _ChildProbabilities(torch.autograd.Function):
             return left, right
         ctx.mark_non_differentiable(left, right)
         ctx.first_entrance = 2
-        entrances = (parents.new_zeros(()).expand(left.shape) for _ in range(2))
+        entrances = (parents.new_zeros((), dtype=wide).expand(left.shape) for _ in range(2))
         return left, right, *entrances
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         parents, left_children, right_children, left, right = ctx.saved_tensors
-        wide, precision = parents.dtype, ctx.precision
+        wide, precision = wide_type(parents), ctx.precision
         a = operand(_of_sentences(parents), precision)
+        largest_block = ctx.largest_block * wide.itemsize // a.itemsize  # as many bytes as wide logits take
         d_parents: Tensor | None = None
         d_children = []
         gradients = incoming[ctx.first_entrance : ctx.first_entrance + 2]
@@ -95,20 +108,24 @@ class _ChildProbabilities(torch.autograd.Function):
                 of_parents = torch.empty_like(parents)
                 parts: list[Tensor] = []  # of the gradient by the children: some sentences each
                 b, p, g = operand(_of_sentences(children), precision), *map(_of_sentences, (probabilities, gradient))
-                for some, block in _blocks(p, ctx.largest_block):
+                pieces = list(_blocks(p, largest_block))
+                summed = wide if any(block.start for _, block in pieces) else children.dtype
+                for some, block in pieces:
                     d_logits = torch.empty(p[some, block].shape, dtype=a.dtype, device=a.device)
                     rows.softmax_gradient(
                         p[some, block].flatten(0, 1), g[some, block].flatten(0, 1).contiguous(), d_logits.flatten(0, 1)
                     )
-                    _of_sentences(of_parents)[some, block] = multiply(d_logits, b[some], wide)
-                    of_block = multiply(d_logits.mT, a[some, block], wide)
+                    _of_sentences(of_parents)[some, block] = multiply(d_logits, b[some], parents.dtype)
+                    of_block = multiply(d_logits.mT, a[some, block], summed)
                     if block.start:  # more rows of the same sentence
                         parts[-1].add_(of_block)
                     else:
                         parts.append(of_block)
                     del d_logits, of_block  # before the next block is made
-                whole = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros_like(b, dtype=wide)
-                d_children.append(whole.view(children.shape))
+                whole = (
+                    parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros_like(b, dtype=summed)
+                )
+                d_children.append(whole.view(children.shape).to(children.dtype))
                 d_parents = add(of_parents, d_parents)
         return d_parents, *d_children, None, None, None
 

@@ -13,15 +13,19 @@ from flash_inside.softmax.products import (
     LARGEST_BLOCK,
     add,
     blocks,
-    check_wide,
+    check_tables,
+    logits_type,
     multiply,
+    of_logits,
     operand,
+    operand_type,
     whole_lines,
 )
 
-#: How many logits a CPU keeps for the backward pass, instead of making them again: at most 256 MiB of fp32. Fewer than
-#: a million take no time, and are made again: so the runs of small models can be repeated bit for bit.
-KEPT_FROM, KEPT_TO = 1 << 20, 1 << 26
+#: Bytes of probabilities that are kept for the backward pass, at most, instead of making the logits again.
+KEPT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
+#: Fewer than a million take no time on a CPU, and are made again: so runs of small models can be repeated bit for bit.
+KEPT_FROM = {"cpu": 1 << 20, "cuda": 1}
 
 
 def log_normalizers(
@@ -29,17 +33,19 @@ def log_normalizers(
 ) -> Tensor:
     """log sum_v exp(features_p . embeddings_v): [P, d], [V, d] -> [P], differentiable once.
 
-    precision      of the products of fp32 tables: "fp32" | "tf32" | "bf16"; fp64 tables are computed in fp64
+    precision      of the products of fp32 tables: "fp32" | "tf32" | "bf16" (logits in fp16, gradients in bf16); fp64
+                   tables are computed in fp64
     largest_block  logits that exist at a time; PyTorch's own passes, where Triton's do not run, need as much again
 
-    Arithmetic: 2PVd forward; 6PVd backward, of which 2PVd are the same logits again. A CPU, whose products are slow
-    and whose memory is large, spares itself those.
+    Arithmetic: 2PVd forward; 4PVd backward if P x V probabilities, in the type of the products' operands, are few
+    enough to be kept (KEPT_BYTES), else 6PVd: the logits are made again.
     """
-    check_wide(features, embeddings)
+    check_tables(features, embeddings)
     differentiated = torch.is_grad_enabled() and (features.requires_grad or embeddings.requires_grad)
-    number = len(features) * len(embeddings)
-    if differentiated and features.device.type == "cpu" and KEPT_FROM <= number <= min(KEPT_TO, largest_block):
-        return _KeptLogNormalizers.apply(features, embeddings, precision)
+    device, number = features.device.type, len(features) * len(embeddings)
+    size = number * operand_type(features, precision).itemsize
+    if differentiated and device in KEPT_FROM and KEPT_FROM[device] <= number and size <= KEPT_BYTES[device]:
+        return _KeptLogNormalizers.apply(features, embeddings, precision, largest_block)
     return _LogNormalizers.apply(features, embeddings, precision, largest_block)
 
 
@@ -47,12 +53,11 @@ class _LogNormalizers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, embeddings: Tensor, precision: str, largest_block: int) -> Tensor:
         ctx.precision, ctx.largest_block = precision, largest_block
-        wide = features.dtype
-        a, b = operand(features, precision), whole_lines(operand(embeddings, precision))
-        result = torch.empty(len(a), dtype=wide, device=a.device)
+        a, b = of_logits(features, precision), whole_lines(of_logits(embeddings, precision))
+        result = torch.empty(len(a), dtype=features.dtype, device=a.device)
         with product_precision(precision):
             for block in blocks(len(a), len(b), largest_block):
-                rows.log_sum_exp(multiply(a[block], b.T, wide), len(embeddings), result[block])
+                rows.log_sum_exp(multiply(a[block], b.T, logits_type(a)), len(embeddings), result[block])
         ctx.save_for_backward(features, embeddings, result)
         return result
 
@@ -62,11 +67,12 @@ class _LogNormalizers(torch.autograd.Function):
         features, embeddings, normalizers = ctx.saved_tensors
         wide, precision = features.dtype, ctx.precision
         a, b = operand(features, precision), whole_lines(operand(embeddings, precision))
+        of_a, of_b = of_logits(features, precision), whole_lines(of_logits(embeddings, precision))
         gradient, words = gradient.contiguous(), len(embeddings)
         d_features, d_embeddings = torch.empty_like(features), None
         with product_precision(precision):
             for block in blocks(len(a), len(b), ctx.largest_block):
-                logits = multiply(a[block], b.T, wide)
+                logits = multiply(of_a[block], of_b.T, logits_type(of_a))
                 d_logits = logits if a.dtype == wide else torch.empty_like(logits, dtype=a.dtype)
                 rows.scaled_exp(logits, words, normalizers[block], gradient[block], out=d_logits)
                 del logits
@@ -78,26 +84,30 @@ class _LogNormalizers(torch.autograd.Function):
 
 
 class _KeptLogNormalizers(torch.autograd.Function):
-    """The same in one block, whose exponentials stay for the backward pass: neither products nor exp a second time."""
+    """The same with the probabilities p kept: for g, the gradient of the normalisers, diag(g) p E and p^T diag(g) F."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, embeddings: Tensor, precision: str) -> Tensor:
-        a, b = operand(features, precision), operand(embeddings, precision)
+    def forward(ctx: Any, features: Tensor, embeddings: Tensor, precision: str, largest_block: int) -> Tensor:
+        a, b = of_logits(features, precision), whole_lines(of_logits(embeddings, precision))
+        result = torch.empty(len(a), dtype=features.dtype, device=a.device)
+        narrow = operand_type(features, precision)
+        probabilities = torch.empty(len(a), len(b), dtype=narrow, device=a.device)  # [P, V and some zeros]
         with product_precision(precision):
-            logits = multiply(a, b.T, features.dtype)  # [P, V]
-        largest = logits.amax(1)
-        exponentials = logits.sub_(largest[:, None]).exp_()
-        sums = exponentials.sum(1)
+            for block in blocks(len(a), len(b), largest_block):
+                logits = multiply(a[block], b.T, logits_type(a))
+                rows.softmax_and_log_sum_exp(logits, len(embeddings), probabilities[block], result[block])
         ctx.precision = precision
-        ctx.save_for_backward(features, embeddings, exponentials, sums)
-        return largest + sums.log()
+        ctx.save_for_backward(features, embeddings, probabilities)
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        features, embeddings, exponentials, sums = ctx.saved_tensors
-        wide, precision = features.dtype, ctx.precision
-        a, b = operand(features, precision), operand(embeddings, precision)
-        d_logits = operand(exponentials * (gradient / sums)[:, None], precision)
+        features, embeddings, probabilities = ctx.saved_tensors
+        wide, precision, of_rows = features.dtype, ctx.precision, gradient[:, None]
+        b = whole_lines(operand(embeddings, precision))
+        scaled = torch.mul(features, of_rows, out=torch.empty_like(features, dtype=probabilities.dtype))
         with product_precision(precision):
-            return multiply(d_logits, b, wide), multiply(d_logits.T, a, wide), None
+            d_features = multiply(probabilities, b, wide).mul_(of_rows)
+            d_embeddings = multiply(probabilities.T, scaled, wide)
+        return d_features, d_embeddings[: len(embeddings)], None, None

@@ -15,35 +15,59 @@ from flash_inside.precision import product
 LARGEST_BLOCK = 1 << 27
 
 
-def check_wide(*tables: Tensor) -> None:
-    """Refuse narrow tables. Logits have the type of the tables, and below fp32 they would be wrong by tenths."""
+def check_tables(*tables: Tensor, narrowest: torch.dtype = torch.float32) -> None:
+    """Refuse other types than fp32 and fp64, and `narrowest`."""
     for table in tables:
-        if table.dtype not in (torch.float32, torch.float64):
+        if table.dtype not in (torch.float32, torch.float64, narrowest):
             raise ValueError(
-                f"tables should be float32 or float64, not {table.dtype}; precision='bf16' multiplies in bf16"
+                f"tables should be float32 or float64, not {table.dtype}; precision='bf16' multiplies in 16 bits"
             )
+    if len({table.dtype for table in tables}) > 1:
+        raise ValueError(f"tables should have one type, not {', '.join(str(table.dtype) for table in tables)}")
 
 
-def _is_narrowed(table: Tensor, precision: str) -> bool:
-    return precision == "bf16" and table.dtype == torch.float32
+def wide_type(table: Tensor) -> torch.dtype:
+    """Return the type in which products of the table are summed: at least fp32."""
+    return torch.promote_types(table.dtype, torch.float32)
+
+
+def operand_type(table: Tensor, precision: str) -> torch.dtype:
+    return torch.bfloat16 if precision == "bf16" and table.dtype == torch.float32 else table.dtype
 
 
 def operand(table: Tensor, precision: str) -> Tensor:
     """Return the table as a factor of large products: in bf16 if asked for, else as it is (fp64 stays fp64)."""
-    return table.to(torch.bfloat16) if _is_narrowed(table, precision) else table
+    return table.to(operand_type(table, precision))
+
+
+def of_logits(table: Tensor, precision: str) -> Tensor:
+    """Return the table as a factor of logits: as `operand`, but in fp16 instead of bf16.
+
+    Both have 16 bits. Logits need the three more digits of fp16, and gradients, which may be tiny, the range of bf16.
+    """
+    narrow = operand_type(table, precision) == torch.bfloat16
+    return table.to(torch.float16) if narrow else table
+
+
+def logits_type(factor: Tensor) -> torch.dtype:
+    """Return the type of logits: of fp16 factors, on a GPU, fp16, which are half the bytes to write and to read again.
+
+    A logit of 16 is then off by 0.004 at most, about as much as by the rounding of 512 products' factors to bf16.
+    """
+    return wide_type(factor) if factor.is_cpu else factor.dtype
 
 
 def rounded(table: Tensor, precision: str) -> Tensor:
-    """Return the values of `operand` in the type of the table: products of them equal those of the operands."""
-    return _Rounded.apply(table) if _is_narrowed(table, precision) else table
+    """Return the values of `of_logits` in the type of the table: products of them equal those of the factors."""
+    return table if operand_type(table, precision) == table.dtype else _Rounded.apply(table)
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds to bf16 and back. Autograd's own derivative of that would round the gradient as well, batch by batch."""
+    """Rounds to fp16 and back. Autograd's own derivative of that would round the gradient as well, batch by batch."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor) -> Tensor:
-        return table.to(torch.bfloat16).to(table.dtype)
+        return table.to(torch.float16).to(table.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -46,6 +46,20 @@ def softmax(logits: Tensor, out: Tensor) -> None:
         out.copy_(torch.softmax(logits, dim=1))
 
 
+def softmax_and_log_sum_exp(logits: Tensor, columns: int, out: Tensor, log_sums: Tensor) -> None:
+    """Compute both over the first columns: [R, C] -> [R, C], 0 in the others, and [R]. The logits may be lost."""
+    if in_triton(logits):
+        from flash_inside.triton import rows as kernels
+
+        kernels.softmax_and_log_sum_exp(logits, columns, out, log_sums)
+    else:
+        some, largest = logits[:, :columns], logits[:, :columns].amax(1)
+        sums = some.sub_(largest[:, None]).exp_().sum(1)
+        torch.add(largest, sums.log(), out=log_sums)
+        out[:, :columns] = some.div_(sums[:, None])
+        out[:, columns:] = 0
+
+
 def softmax_gradient(probabilities: Tensor, gradient: Tensor, out: Tensor) -> None:
     """p * (g - sum(p * g) / sum(p)): the gradient by the logits, in the type of `out`.
 

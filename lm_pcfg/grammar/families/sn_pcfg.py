@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_inside import rules_type
-from flash_inside.softmax import child_probabilities, product_precision
+from flash_inside.softmax import child_probabilities, operand, product_precision
 from lm_pcfg.grammar.computation import EXACT, Computation
 from lm_pcfg.grammar.contexts import EncodedText, context_vectors
 from lm_pcfg.grammar.emission import Emission
@@ -106,7 +106,9 @@ class SimplePCFG(nn.Module):
             return self._grammar(computation)
 
     def _grammar(self, computation: Computation) -> Grammar:
-        nonterminals, preterminals = self.symbols.split([self.nonterminals, self.preterminals])
+        # In bf16 all networks compute in it; weights, their gradients and the optimizer stay fp32.
+        table = operand(self.symbols, computation.precision)
+        nonterminals, preterminals = table.split([self.nonterminals, self.preterminals])
         root_rows: Tensor | slice = slice(self.roots)
         if computation.dropout.kept is not None:
             kept = computation.dropout.kept.to(self.symbols.device)
@@ -131,6 +133,7 @@ class SimplePCFG(nn.Module):
             features = features + preterminals
             root_logits = (self.symbols[root_rows] @ self.start.T).squeeze(1)
         root = root_probabilities(root_logits, len(nonterminals), self.one_word)
+        features = features.to(self.words.dtype)
         features = computation.dropout.features(features)
         if self.emission_temperature != 1.0:
             features = features / self.emission_temperature

@@ -1,0 +1,84 @@
+"""Residual layers against autograd: natively where there is a GPU, in Triton's interpreter, and in PyTorch.
+
+Without a GPU test_triton.py runs this file in a process of its own, with the interpreter; `make test` runs it as it is.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flash_inside.residual import residual_layers
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if GPU else []
+
+
+def plain(x, skip, *weights):
+    """The same by autograd, in the type of x."""
+    out = x
+    for weight, bias in zip(weights[::2], weights[1::2], strict=True):
+        out = torch.relu(torch.nn.functional.linear(out, weight.to(x.dtype), bias.to(x.dtype)))
+    return out + (x if skip is None else skip)
+
+
+def drawn(rows, d, layers, own_skip, dtype, weights_type=None):
+    generator = torch.Generator().manual_seed(rows + d + layers)
+    shapes = [(rows, d), (rows, d), *((d, d), (d,)) * layers]
+    types = [dtype, dtype, *[weights_type or dtype] * (2 * layers)]
+    tensors = [
+        (torch.randn(*shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) == 2 and shape[0] == d else 1.0))
+        .to(DEVICE, kind)
+        .requires_grad_()
+        for shape, kind in zip(shapes, types, strict=True)
+    ]
+    if own_skip:
+        tensors[1] = None
+    return tensors
+
+
+def both(function, inputs):
+    """Results and gradients by all inputs, for the same incoming gradient."""
+    result = function(*inputs)
+    incoming = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(result)
+    return [result, *torch.autograd.grad(result, [tensor for tensor in inputs if tensor is not None], incoming)]
+
+
+@pytest.mark.parametrize("own_skip", [True, False], ids=["own-skip", "other-skip"])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize(("rows", "d"), [(1, 1), (3, 5), (70, 33), (129, 128), (64, 144)])
+def test_layers_equal_autograd(rows, d, layers, own_skip):
+    inputs = drawn(rows, d, layers, own_skip, torch.float32)
+    wide = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in inputs]
+    for ours, truth in zip(both(residual_layers, inputs), both(plain, wide), strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5 * d)
+
+
+@pytest.mark.parametrize("own_skip", [True, False], ids=["own-skip", "other-skip"])
+def test_in_bf16_the_gradients_of_weights_are_fp32(own_skip):
+    inputs = drawn(300, 64, 2, own_skip, torch.bfloat16, torch.float32)
+    ours, rough = both(residual_layers, inputs), both(plain, inputs)
+    wide = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = both(plain, wide)
+    assert ours[0].dtype == ours[1].dtype == torch.bfloat16
+    assert all(gradient.dtype == torch.float32 for gradient in ours[-4:])
+    for name, (found, theirs, right) in enumerate(zip(ours, rough, truth, strict=True)):
+        error, of_autograd = ((tensor.double() - right).norm() / right.norm() for tensor in (found, theirs))
+        assert error <= 1.3 * of_autograd + 1e-3, name  # most of it are signs before a relu
+        assert error <= 0.1, name
+
+
+def test_derivatives_by_finite_differences():
+    if DEVICE != "cpu":
+        pytest.skip("fp64 is computed by PyTorch alone")
+    inputs = [tensor.detach().double().requires_grad_() for tensor in drawn(3, 4, 2, False, torch.float64)]
+    assert torch.autograd.gradcheck(residual_layers, inputs)
+
+
+def test_no_rows():
+    inputs = drawn(0, 8, 2, True, torch.float32)
+    result, d_x, *of_weights = both(residual_layers, inputs)
+    assert result.shape == d_x.shape == (0, 8)
+    assert all((gradient == 0).all() for gradient in of_weights)
