@@ -15,7 +15,7 @@ from torch.func import functional_call
 import processes
 from command_line import lm_pcfg, ran, refusal
 from flash_inside.dense import PairRules
-from flash_inside.softmax import log_normalizers
+from flash_inside.softmax import log_normalizers, normalizers
 from lm_pcfg import load
 from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.grammar import compound, families
@@ -328,7 +328,8 @@ def test_narrow_rules_have_wide_gradients():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_tensor_of_preterminals_by_words_by_sentences_is_made(family, monkeypatch):
-    monkeypatch.setattr(log_normalizers, "__defaults__", ("fp32", 2000))  # logits at a time, whatever the sizes are
+    monkeypatch.setattr(log_normalizers, "__defaults__", ("fp32", 2000, True))  # logits at a time, whatever the sizes
+    monkeypatch.setattr(normalizers, "KEPT_FROM", {"cpu": 1})  # probabilities of one grammar are kept; these are not
     words, tags, sentences = 600, 20, 8
     module = make_model(family, words=words, preterminals=tags, dimension=4, encoder=4, dtype=torch.float32)
     ids = torch.arange(4 * sentences)

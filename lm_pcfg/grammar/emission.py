@@ -1,4 +1,7 @@
-"""The emission p(word | preterminal): a softmax over the words whose P x V matrix is never made as a whole.
+"""The emission p(word | preterminal): a softmax over the words whose P x V logits are never kept.
+
+They are made block by block. What a backward pass needs of them is made again, or it is P x V probabilities in 16 bits,
+where these take little enough memory (flash_inside.softmax).
 
 Its normalisers may be chunked across processes. Each of S processes computes those of its P/S preterminals; the group
 gathers the P numbers. In the backward pass the P gradients, which differ from process to process because their
@@ -91,15 +94,19 @@ class Emission(NamedTuple):
 
     @classmethod
     def of(
-        cls, features: Tensor, embeddings: Tensor, precision: str = "fp32", shards: EmissionShards | None = None
-    ) -> Emission:
-        """Make an emission: the only place that goes through all words of all preterminals (or of this process's)."""
+        cls, features: Tensor, embeddings: Tensor, precision: str = "fp32", shards: EmissionShards | None = None,
+        keep: bool = True,
+    ) -> Emission:  # fmt: skip
+        """Make an emission: the only place that goes through all words of all preterminals (or of this process's).
+
+        keep: whether their probabilities may be kept for the backward pass, where these are few enough
+        """
         widened = not torch.is_grad_enabled() and precision == "fp32" and too_large_for_fp32(features, embeddings)
         if widened:
             features, embeddings = features.double(), embeddings.double()
         p = len(features)
         own = features if shards is None else features[shards.part(p)]
-        normalizers = log_normalizers(own, embeddings, precision)
+        normalizers = log_normalizers(own, embeddings, precision, keep=keep)
         if shards is not None:
             normalizers = shards.gather(normalizers, p)
         return cls(features, embeddings, normalizers, precision, widened)
@@ -109,7 +116,7 @@ class Emission(NamedTuple):
         cls, features: Tensor, embeddings: Tensor, lengths: Sequence[int], precision: str = "fp32"
     ) -> Emission:
         """Make the emission of sentences of these lengths, each with features of its own: [B, P, d]."""
-        flat = cls.of(features.flatten(0, 1), embeddings, precision)
+        flat = cls.of(features.flatten(0, 1), embeddings, precision, keep=False)
         return flat._replace(
             features=flat.features.view(features.shape), log_normalizers=flat.log_normalizers.view(features.shape[:2]),
             lengths=tuple(lengths),

@@ -1,6 +1,7 @@
 """Softmaxes of products of two tables, where the matrix of logits is too large to keep.
 
-log_normalizers       [P] of states over words: the P x V matrix is made block by block, and again in the backward
+log_normalizers       [P] of states over words: P x V logits block by block; for the backward either these again, or
+                      probabilities that were kept, in the type of the products
 child_probabilities   [N, N+P] twice (or of each sentence): logits block by block, probabilities once in the rules' type
 """
 

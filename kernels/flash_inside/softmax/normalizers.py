@@ -29,22 +29,23 @@ KEPT_FROM = {"cpu": 1 << 20, "cuda": 1}
 
 
 def log_normalizers(
-    features: Tensor, embeddings: Tensor, precision: str = "fp32", largest_block: int = LARGEST_BLOCK
+    features: Tensor, embeddings: Tensor, precision: str = "fp32", largest_block: int = LARGEST_BLOCK, keep: bool = True
 ) -> Tensor:
     """log sum_v exp(features_p . embeddings_v): [P, d], [V, d] -> [P], differentiable once.
 
     precision      of the products of fp32 tables: "fp32" | "tf32" | "bf16" (logits in fp16, gradients in bf16); fp64
                    tables are computed in fp64
     largest_block  logits that exist at a time; PyTorch's own passes, where Triton's do not run, need as much again
+    keep           whether the P x V probabilities, in the type of the products' operands, may be kept for the backward
+                   pass, if they take no more than KEPT_BYTES
 
-    Arithmetic: 2PVd forward; 4PVd backward if P x V probabilities, in the type of the products' operands, are few
-    enough to be kept (KEPT_BYTES), else 6PVd: the logits are made again.
+    Arithmetic: 2PVd forward; 4PVd backward if the probabilities are kept, else 6PVd: the logits are made again.
     """
     check_tables(features, embeddings)
     differentiated = torch.is_grad_enabled() and (features.requires_grad or embeddings.requires_grad)
     device, number = features.device.type, len(features) * len(embeddings)
     size = number * operand_type(features, precision).itemsize
-    if differentiated and device in KEPT_FROM and KEPT_FROM[device] <= number and size <= KEPT_BYTES[device]:
+    if keep and differentiated and device in KEPT_FROM and KEPT_FROM[device] <= number and size <= KEPT_BYTES[device]:
         return _KeptLogNormalizers.apply(features, embeddings, precision, largest_block)
     return _LogNormalizers.apply(features, embeddings, precision, largest_block)
 
