@@ -204,7 +204,8 @@ class InsideSection(Section):
 
 class NetworksSection(Section):
     precision: Literal["fp32", "tf32", "bf16"] = setting(
-        "fp32", "precision of the networks in training (tf32: of their products alone); evaluation is always in fp32"
+        "fp32",
+        "precision of the networks' products in training (sn_pcfg in bf16: of all they do); evaluation is in fp32",
     )
     cuda_graphs: Switch = setting(
         True, "replay the networks' launches instead of repeating them (one process on a GPU)"

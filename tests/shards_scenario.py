@@ -16,7 +16,7 @@ STEPS, BATCHES_A_STEP = 20, 4  # of all ranks together, so that every world size
 
 
 def main(config: Path, out: Path, overrides: list[str]) -> None:
-    logits = 0  # of the emission, forward and again backward, that this rank has computed
+    logits = 0  # of the emission that this rank has computed, again in the backward if no probabilities were kept
 
     def counting(function):
         def wrapper(values, columns, *others, **named):
@@ -26,7 +26,8 @@ def main(config: Path, out: Path, overrides: list[str]) -> None:
 
         return wrapper
 
-    rows.log_sum_exp, rows.scaled_exp = counting(rows.log_sum_exp), counting(rows.scaled_exp)
+    for name in ("log_sum_exp", "scaled_exp", "softmax_and_log_sum_exp"):
+        setattr(rows, name, counting(getattr(rows, name)))
     accumulate = f"batch.accumulate={BATCHES_A_STEP // int(os.environ.get('WORLD_SIZE', '1'))}"
     # Replayed work would not be counted.
     settings = load_settings(config, [accumulate, "networks.cuda_graphs=false", *overrides])

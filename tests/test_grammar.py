@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -213,6 +214,32 @@ def test_gradients_of_bf16_rules_are_gathered_in_fp32(monkeypatch):
         gradients[precision] = [parameter.grad.clone() for parameter in model.parameters()]
     for narrow, wide in zip(gradients["bf16"], gradients["fp32"], strict=True):
         assert (narrow - wide).norm() <= 8e-2 * wide.norm()  # the root's is small, and a chart of bf16 is noisy
+
+
+@pytest.mark.parametrize("parameterization", ["paper", "released"])
+def test_networks_in_bf16(parameterization):
+    """Tables are bf16 inside, weights and their gradients fp32; rules have the type that the chart wants."""
+    options = {"parameterization": parameterization, "rotated_children": True, "seed": 2}
+    sizes = {"nonterminals": 20, "preterminals": 40, "words": 50, "dimension": 48}
+    model = SimplePCFG(**sizes, **options, symbol_deviation=0.3, word_deviation=0.3)
+    grammar, wide = model(Computation("bf16")), copy.deepcopy(model).double()()
+    assert grammar.left.dtype == grammar.emission.features.dtype == torch.float32
+    torch.testing.assert_close(grammar.left.sum(1), torch.ones(20))
+    assert torch.equal(grammar.emission.features, grammar.emission.features.bfloat16().float())
+    for ours, truth in zip(grammar.tensors, wide.tensors, strict=True):
+        assert (ours.double() - truth).norm() <= 2e-2 * truth.norm()
+    words, lengths = torch.arange(24) % 50, [9, 8, 7]
+    gradients = {}
+    for name, made, precision in (("ours", model, "bf16"), ("truth", copy.deepcopy(model).double(), "fp32")):
+        leaves = (graph := made(Computation(precision))).detached()
+        (-leaves.log_likelihood(words, lengths, precision="fp64").sum()).backward()
+        backward_through(graph, leaves).backward()
+        gradients[name] = {key: weight.grad for key, weight in made.named_parameters()}
+    for key, ours in gradients["ours"].items():
+        assert ours.dtype == torch.float32
+        assert (ours.double() - gradients["truth"][key]).norm() <= 0.15 * gradients["truth"][key].norm(), key
+        if key.endswith(("weight", "bias")):
+            assert (ours != ours.bfloat16().float()).any(), f"{key}: rounded to bf16"
 
 
 def test_bf16_rules_without_detaching_are_refused(monkeypatch):

@@ -88,7 +88,7 @@ def noted() -> Iterator[dict]:
     from triton.runtime.jit import JITFunction
 
     from flash_inside import dropout, residual
-    from flash_inside.softmax import normalizers, rows
+    from flash_inside.softmax import children, normalizers, rows
     from flash_inside.triton import kernels
 
     if not isinstance(kernels.row_of, JITFunction):
@@ -100,7 +100,7 @@ def noted() -> Iterator[dict]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", note)
-        for module in (rows, dropout, residual):
+        for module in (rows, children, dropout, residual):
             patch.setattr(module, "in_triton", lambda tensor: True)
         patch.setattr(normalizers, "KEPT_FROM", {"meta": 1})
         patch.setattr(normalizers, "KEPT_BYTES", {"meta": 1 << 20})

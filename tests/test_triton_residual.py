@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_inside.residual import residual_layers
+from flash_inside.residual import linear, residual_layers
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -65,9 +65,52 @@ def test_in_bf16_the_gradients_of_weights_are_fp32(own_skip):
     assert ours[0].dtype == ours[1].dtype == torch.bfloat16
     assert all(gradient.dtype == torch.float32 for gradient in ours[-4:])
     for name, (found, theirs, right) in enumerate(zip(ours, rough, truth, strict=True)):
+        if name >= len(ours) - 4:  # those of weights: summed, and left, in fp32
+            assert (found != found.bfloat16().float()).any()
         error, of_autograd = ((tensor.double() - right).norm() / right.norm() for tensor in (found, theirs))
         assert error <= 1.3 * of_autograd + 1e-3, name  # most of it are signs before a relu
         assert error <= 0.1, name
+
+
+def test_linear_layers_equal_autograd():
+    x, _, weight, bias = drawn(70, 33, 1, False, torch.float32)
+    for inputs in ((x, weight, bias), (x, weight, None)):
+        theirs = both(torch.nn.functional.linear, inputs)
+        for ours, right in zip(both(linear, inputs), theirs, strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-4)
+    narrow = x.detach().bfloat16().requires_grad_()
+    result, d_x, d_weight, d_bias = both(linear, (narrow, weight, bias))
+    assert result.dtype == d_x.dtype == torch.bfloat16
+    for gradient in (d_weight, d_bias):
+        assert gradient.dtype == torch.float32
+        assert (gradient != gradient.bfloat16().float()).any()
+
+
+def test_inputs_may_lie_anywhere_in_memory():
+    x, skip, *weights = drawn(70, 33, 2, False, torch.float32)
+    expected = both(residual_layers, (x, skip, *weights))
+    turned = [tensor.detach().T.contiguous().T.requires_grad_() for tensor in (x, skip)]
+    for ours, right in zip(both(residual_layers, (*turned, *weights)), expected, strict=True):
+        torch.testing.assert_close(ours, right)
+    for result in (residual_layers(x, skip, *weights), residual_layers(*turned, *weights)):
+        gradients = torch.autograd.grad(result.sum(), (x, skip, *turned, *weights), allow_unused=True)  # an expanded 1
+        assert all(gradient is None or gradient.isfinite().all() for gradient in gradients)
+    incoming = torch.ones(33, 70, device=DEVICE).mul_(torch.arange(70.0, device=DEVICE)).T
+    found = [
+        torch.autograd.grad(residual_layers(x, skip, *weights), (x, *weights), one)
+        for one in (incoming, incoming.contiguous())
+    ]
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right)
+
+
+def test_what_is_no_number_is_passed_on():
+    x, _, weight, bias = drawn(3, 5, 1, True, torch.float32)
+    with torch.no_grad():
+        bias[2] = torch.nan
+    result, _, _, d_bias = both(residual_layers, (x, None, weight, bias))
+    assert result[:, 2].isnan().all()
+    assert d_bias[2] != 0
 
 
 def test_derivatives_by_finite_differences():

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from flash_inside.softmax import child_probabilities, log_normalizers, normalizers
+from flash_inside.softmax import child_probabilities, children, log_normalizers, normalizers
 
 pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
@@ -92,14 +92,17 @@ def test_whole_functions_equal_fp64():
             assert (a.double() - b).norm() <= 1e-5 * b.norm()
 
 
-def test_bf16_probabilities_and_their_gradients():
-    """What training runs: products in bf16, probabilities in bf16, wide gradients at the entrances."""
+def test_bf16_probabilities_and_their_gradients(monkeypatch):
+    """What training runs: logits in fp16, probabilities in bf16, wide gradients at the entrances."""
+    types, multiply = [], children.multiply
+    monkeypatch.setattr(children, "multiply", lambda a, b, result: types.append(result) or multiply(a, b, result))
     tables = [rows_of(n, 16, scale=1.0).requires_grad_() for n in (33, 70, 70)]
     wide = [table.detach().double().requires_grad_() for table in tables]
     left, right, *entrances = child_probabilities(*tables, dtype=torch.bfloat16, precision="bf16", largest_block=1000)
     assert left.dtype == right.dtype == torch.bfloat16
+    assert set(types) == {torch.float16}
     assert [tuple(entrance.shape) for entrance in entrances] == [(33, 70)] * 2
-    dense = [(wide[0] @ children.T).softmax(1) for children in wide[1:]]
+    dense = [(wide[0] @ table.T).softmax(1) for table in wide[1:]]
     for ours, truth in zip((left, right), dense, strict=True):
         assert (ours.double() - truth).norm() <= 2e-2 * truth.norm()
     weights = 64 + rows_of(33, 70, scale=1.0)  # what is common to a row must not come through

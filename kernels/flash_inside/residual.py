@@ -1,8 +1,8 @@
-"""Residual layers relu(W x + b), one after another, plus a skip: their weights are fp32, all else is in the type of x.
+"""Linear and residual layers whose weights are fp32 while all else is in the type of x.
 
 In bf16 autograd would round every gradient of a weight to bf16 and launch 30 kernels for two layers, most of them to
-convert a few numbers. Here weights get gradients that were summed in fp32, and what lies between two products is one
-kernel on a GPU.
+convert a few numbers. Here weights get gradients that were summed in fp32, and what lies between two products of
+residual layers is one kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,27 @@ from torch import Tensor
 
 from flash_inside.devices import in_triton
 from flash_inside.precision import product
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b in the type of x, with gradients of W and b that are summed in theirs: [R, d] -> [R, e]."""
+    return _Linear.apply(x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        narrow = weight.to(x.dtype)
+        ctx.save_for_backward(x, narrow)
+        ctx.wide, ctx.biased = weight.dtype, bias is not None
+        return torch.nn.functional.linear(x, narrow, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, narrow = ctx.saved_tensors
+        d_bias = gradient.sum(0, dtype=ctx.wide) if ctx.biased else None
+        return gradient @ narrow, product(gradient.T, x, ctx.wide), d_bias
 
 
 def residual_layers(x: Tensor, skip: Tensor | None, *weights: Tensor) -> Tensor:
@@ -63,8 +84,8 @@ def _activated(sums: Tensor, bias: Tensor, skip: Tensor | None) -> Tensor:
         out = torch.empty_like(sums)
         rows.activated(sums, bias, skip, out)
         return out
-    positive = torch.relu(sums + bias).to(sums.dtype)
-    return positive if skip is None else positive + skip
+    positive = torch.relu(sums + bias)
+    return (positive if skip is None else positive + skip).to(sums.dtype)
 
 
 def _activation_gradient(gradient: Tensor, sums: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,5 +95,5 @@ def _activation_gradient(gradient: Tensor, sums: Tensor, bias: Tensor) -> tuple[
 
         out = torch.empty_like(sums)
         return out, rows.activation_gradient(gradient, sums, bias, out)
-    d_sums = torch.where(sums + bias > 0, gradient, 0.0)
+    d_sums = torch.where(sums + bias <= 0, 0.0, gradient)
     return d_sums, d_sums.sum(0, dtype=bias.dtype)

@@ -1,7 +1,7 @@
 """The emission p(word | preterminal): a softmax over the words whose P x V logits are never kept.
 
-They are made block by block. What a backward pass needs of them is made again, or it is P x V probabilities in 16 bits,
-where these take little enough memory (flash_inside.softmax).
+They are made block by block. A backward pass makes them again, or has P x V probabilities, where these take little
+enough memory to be kept (flash_inside.softmax).
 
 Its normalisers may be chunked across processes. Each of S processes computes those of its P/S preterminals; the group
 gathers the P numbers. In the backward pass the P gradients, which differ from process to process because their

@@ -20,6 +20,7 @@ from flash_inside.benchmarks.results import Results, Row, machine, milliseconds,
 from flash_inside.devices import check_memory
 from flash_inside.precision import FAST_PRECISIONS, TOLERANCE_OF_NORMALIZERS
 from flash_inside.softmax import log_normalizers
+from flash_inside.softmax.normalizers import may_be_kept
 
 GRID, GRID_WITHOUT_GPU = "16384x10000x512,65536x65536x512", "1024x10000x256"
 FIELDS = (
@@ -136,7 +137,8 @@ def _measure(size: tuple[int, int, int], precision: str, device: torch.device, s
     while len(times) < 5 or time.perf_counter() < end:
         times += milliseconds(forward_and_backward, device)
     row |= percentiles(times)
-    row["tflops"] = round(8 * preterminals * words * dimension / sorted(times)[len(times) // 2] / 1e9, 3)
+    operations = (6 if may_be_kept(features, embeddings, precision) else 8) * preterminals * words * dimension
+    row["tflops"] = round(operations / sorted(times)[len(times) // 2] / 1e9, 3)
     return row
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_inside.devices import in_triton
 from flash_inside.precision import product_precision
 from flash_inside.softmax import rows
 from flash_inside.softmax.products import (
@@ -15,7 +16,6 @@ from flash_inside.softmax.products import (
     add,
     blocks,
     check_tables,
-    logits_type,
     multiply,
     of_logits,
     operand,
@@ -35,10 +35,11 @@ def child_probabilities(
 
     Tables with a leading dimension, one for each sentence, give probabilities with it: [B, N, d] -> [B, N, S].
 
-    parents and children are of one type: fp64, fp32 or bf16, whose logits and sums are wider.
+    parents and children are of one type: fp64, fp32 or bf16, whose sums are wider.
 
-    dtype      of the probabilities; by default that of the parents
-    precision  of the products, as for `log_normalizers`
+    dtype          of the probabilities; by default that of the parents, or fp32 if it is wider
+    precision      of the products, as for `log_normalizers`; in 16 bits the logits are in fp16, too, where Triton runs
+    largest_block  so many numbers in the type of sums, or more narrower ones, exist at a time
 
     Returns left, right, and where their gradients enter the graph. Autograd rounds a gradient to the type of its
     tensor. So probabilities narrower than fp32 are not differentiable themselves: each comes with an entrance, a
@@ -48,7 +49,7 @@ def child_probabilities(
     No logits are kept: the backward needs the probabilities alone. left and right lie one after the other in memory,
     so that products can take both at once.
     """
-    dtype = dtype or parents.dtype
+    dtype = dtype or wide_type(parents)
     tables = (parents, left_children, right_children)
     check_tables(*tables, narrowest=torch.bfloat16)
     left, right, *entrances = _ChildProbabilities.apply(*tables, dtype, precision, largest_block)
@@ -75,8 +76,8 @@ class _ChildProbabilities(torch.autograd.Function):
         with product_precision(precision):
             for children, probabilities in ((left_children, left), (right_children, right)):
                 b, out = of_logits(_of_sentences(children), precision), _of_sentences(probabilities)
-                for some, block in _blocks(out, largest_block * wide.itemsize // logits_type(a).itemsize):
-                    logits = multiply(a[some, block], b[some].mT, logits_type(a))
+                for some, block in _blocks(out, largest_block * wide.itemsize // _logits_type(a).itemsize):
+                    logits = multiply(a[some, block], b[some].mT, _logits_type(a))
                     rows.softmax(logits.flatten(0, 1), out[some, block].flatten(0, 1))
                     del logits  # before the next block is made
         ctx.save_for_backward(parents, left_children, right_children, left, right)
@@ -128,6 +129,15 @@ class _ChildProbabilities(torch.autograd.Function):
                 d_children.append(whole.view(children.shape).to(children.dtype))
                 d_parents = add(of_parents, d_parents)
         return d_parents, *d_children, None, None, None
+
+
+def _logits_type(factor: Tensor) -> torch.dtype:
+    """Return the type of logits: fp16 for fp16 factors, half the bytes to write and to read again.
+
+    A logit of 16 is then off by 0.004 at most. Rows still sum to one, since they are normalised from these very numbers
+    (the emission's are not: its columns are computed anew). PyTorch's passes would also sum in fp16.
+    """
+    return factor.dtype if in_triton(factor) else wide_type(factor)
 
 
 def _of_sentences(table: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Log-normalisers of a softmax over words, without the matrix of states x words."""
+"""Log-normalisers of a softmax over words, without keeping the logits of states x words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from flash_inside.softmax.products import (
     add,
     blocks,
     check_tables,
-    logits_type,
     multiply,
     of_logits,
     operand,
@@ -33,8 +32,8 @@ def log_normalizers(
 ) -> Tensor:
     """log sum_v exp(features_p . embeddings_v): [P, d], [V, d] -> [P], differentiable once.
 
-    precision      of the products of fp32 tables: "fp32" | "tf32" | "bf16" (logits in fp16, gradients in bf16); fp64
-                   tables are computed in fp64
+    precision      of the products of fp32 tables: "fp32" | "tf32" | "bf16" (behind logits in fp16, behind gradients in
+                   bf16); fp64 tables are computed in fp64
     largest_block  logits that exist at a time; PyTorch's own passes, where Triton's do not run, need as much again
     keep           whether the P x V probabilities, in the type of the products' operands, may be kept for the backward
                    pass, if they take no more than KEPT_BYTES
@@ -43,11 +42,15 @@ def log_normalizers(
     """
     check_tables(features, embeddings)
     differentiated = torch.is_grad_enabled() and (features.requires_grad or embeddings.requires_grad)
-    device, number = features.device.type, len(features) * len(embeddings)
-    size = number * operand_type(features, precision).itemsize
-    if keep and differentiated and device in KEPT_FROM and KEPT_FROM[device] <= number and size <= KEPT_BYTES[device]:
+    if keep and differentiated and may_be_kept(features, embeddings, precision):
         return _KeptLogNormalizers.apply(features, embeddings, precision, largest_block)
     return _LogNormalizers.apply(features, embeddings, precision, largest_block)
+
+
+def may_be_kept(features: Tensor, embeddings: Tensor, precision: str) -> bool:
+    device, number = features.device.type, len(features) * len(embeddings)
+    size = number * operand_type(features, precision).itemsize
+    return device in KEPT_FROM and KEPT_FROM[device] <= number and size <= KEPT_BYTES[device]
 
 
 class _LogNormalizers(torch.autograd.Function):
@@ -58,7 +61,7 @@ class _LogNormalizers(torch.autograd.Function):
         result = torch.empty(len(a), dtype=features.dtype, device=a.device)
         with product_precision(precision):
             for block in blocks(len(a), len(b), largest_block):
-                rows.log_sum_exp(multiply(a[block], b.T, logits_type(a)), len(embeddings), result[block])
+                rows.log_sum_exp(multiply(a[block], b.T, features.dtype), len(embeddings), result[block])
         ctx.save_for_backward(features, embeddings, result)
         return result
 
@@ -73,7 +76,7 @@ class _LogNormalizers(torch.autograd.Function):
         d_features, d_embeddings = torch.empty_like(features), None
         with product_precision(precision):
             for block in blocks(len(a), len(b), ctx.largest_block):
-                logits = multiply(of_a[block], of_b.T, logits_type(of_a))
+                logits = multiply(of_a[block], of_b.T, wide)
                 d_logits = logits if a.dtype == wide else torch.empty_like(logits, dtype=a.dtype)
                 rows.scaled_exp(logits, words, normalizers[block], gradient[block], out=d_logits)
                 del logits
@@ -95,7 +98,7 @@ class _KeptLogNormalizers(torch.autograd.Function):
         probabilities = torch.empty(len(a), len(b), dtype=narrow, device=a.device)  # [P, V and some zeros]
         with product_precision(precision):
             for block in blocks(len(a), len(b), largest_block):
-                logits = multiply(a[block], b.T, logits_type(a))
+                logits = multiply(a[block], b.T, features.dtype)
                 rows.softmax_and_log_sum_exp(logits, len(embeddings), probabilities[block], result[block])
         ctx.precision = precision
         ctx.save_for_backward(features, embeddings, probabilities)

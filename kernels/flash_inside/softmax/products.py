@@ -49,14 +49,6 @@ def of_logits(table: Tensor, precision: str) -> Tensor:
     return table.to(torch.float16) if narrow else table
 
 
-def logits_type(factor: Tensor) -> torch.dtype:
-    """Return the type of logits: of fp16 factors, on a GPU, fp16, which are half the bytes to write and to read again.
-
-    A logit of 16 is then off by 0.004 at most, about as much as by the rounding of 512 products' factors to bf16.
-    """
-    return wide_type(factor) if factor.is_cpu else factor.dtype
-
-
 def rounded(table: Tensor, precision: str) -> Tensor:
     """Return the values of `of_logits` in the type of the table: products of them equal those of the factors."""
     return table if operand_type(table, precision) == table.dtype else _Rounded.apply(table)

@@ -115,7 +115,8 @@ def activated_kernel(sums, bias, skip, out, count, d, SKIP: tl.constexpr, BLOCK:
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     values = tl.load(sums + places, mask=inside).to(tl.float32)
-    values = tl.maximum(values + tl.load(bias + places % d, mask=inside).to(tl.float32), 0.0)
+    values += tl.load(bias + places % d, mask=inside).to(tl.float32)
+    values = tl.where(values <= 0.0, 0.0, values)  # NaN stays NaN
     if SKIP:
         values += tl.load(skip + places, mask=inside).to(tl.float32)
     tl.store(out + places, values.to(out.dtype.element_ty), mask=inside)
@@ -137,7 +138,7 @@ def activation_gradient_kernel(
         places = r[:, None] * d + columns[None]
         s = tl.load(sums + places, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(gradient + places, mask=inside, other=0.0).to(tl.float32)
-        g = tl.where(s + b[None] > 0.0, g, 0.0)
+        g = tl.where(s + b[None] <= 0.0, 0.0, g)
         total += tl.sum(g, 0)
         tl.store(out + places, g.to(out.dtype.element_ty), mask=inside)
     tl.store(totals + tl.program_id(0) * d + columns, total, mask=there)
@@ -164,7 +165,7 @@ def dropout_kernel(
 #: Beyond so many columns, programs that read their row twice take more threads each: fewer of them are at work, so that
 #: the cache still holds the row (an H200, 24,576 columns: softmax 0.36 ms instead of 0.45, its gradient 0.43 and 0.62).
 LONG_ROW = 16384
-#: Up to so many columns a softmax holds the row in registers, 32 values a thread, and reads it once.
+#: Up to so many columns a softmax holds the row in registers, at most 32 values a thread, and reads it once.
 LONGEST_WHOLE_ROW = 32768
 #: Coordinates of one program of the dropout.
 DROPOUT_BLOCK = 1024

@@ -106,7 +106,8 @@ class SimplePCFG(nn.Module):
             return self._grammar(computation)
 
     def _grammar(self, computation: Computation) -> Grammar:
-        # In bf16 all networks compute in it; weights, their gradients and the optimizer stay fp32.
+        # In bf16 all networks but the root's compute in it. Weights are fp32, and so are sums of their gradients; what
+        # flows back to the symbols is bf16.
         table = operand(self.symbols, computation.precision)
         nonterminals, preterminals = table.split([self.nonterminals, self.preterminals])
         root_rows: Tensor | slice = slice(self.roots)
