@@ -94,11 +94,13 @@ class _KeptLogNormalizers(torch.autograd.Function):
     def forward(ctx: Any, features: Tensor, embeddings: Tensor, precision: str, largest_block: int) -> Tensor:
         a, b = of_logits(features, precision), whole_lines(of_logits(embeddings, precision))
         result = torch.empty(len(a), dtype=features.dtype, device=a.device)
-        narrow = operand_type(features, precision)
-        probabilities = torch.empty(len(a), len(b), dtype=narrow, device=a.device)  # [P, V and some zeros]
+        narrow, wide = operand_type(features, precision), features.dtype
+        in_place = narrow == wide and len(a) * len(b) <= largest_block
         with product_precision(precision):
+            # [P, V and some zeros]; where nothing else is needed, in the memory of the logits
+            probabilities = multiply(a, b.T, wide) if in_place else a.new_empty(len(a), len(b), dtype=narrow)
             for block in blocks(len(a), len(b), largest_block):
-                logits = multiply(a[block], b.T, features.dtype)
+                logits = probabilities if in_place else multiply(a[block], b.T, wide)
                 rows.softmax_and_log_sum_exp(logits, len(embeddings), probabilities[block], result[block])
         ctx.precision = precision
         ctx.save_for_backward(features, embeddings, probabilities)

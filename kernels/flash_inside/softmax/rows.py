@@ -56,7 +56,7 @@ def softmax_and_log_sum_exp(logits: Tensor, columns: int, out: Tensor, log_sums:
         some, largest = logits[:, :columns], logits[:, :columns].amax(1)
         sums = some.sub_(largest[:, None]).exp_().sum(1)
         torch.add(largest, sums.log(), out=log_sums)
-        out[:, :columns] = some.div_(sums[:, None])
+        torch.div(some, sums[:, None], out=out[:, :columns])
         out[:, columns:] = 0
 
 
