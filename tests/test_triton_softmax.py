@@ -33,7 +33,20 @@ def rows_of(rows, columns, dtype=torch.float32, scale=3.0):
     return (torch.randn(rows, columns, generator=generator) * scale).to(dtype).to(DEVICE)
 
 
-SIZES = [(1, 1), (3, 2), (2, 127), (5, 129), (2, 4096), (2, 4097), (1, 9001), (1, 16401)]
+#: Rows that are one block and nothing of the others, up to three blocks, and four.
+SIZES = [
+    (1, 1),
+    (3, 2),
+    (2, 127),
+    (5, 129),
+    (2, 384),
+    (2, 385),
+    (2, 4096),
+    (2, 4097),
+    (1, 9001),
+    (1, 12288),
+    (1, 16401),
+]
 
 
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
@@ -55,7 +68,9 @@ def test_row_passes_equal_pytorch(rows, columns, monkeypatch):
     kernels.scaled_exp(padded, columns, normalizers, factor, padded)
     torch.testing.assert_close(padded.double(), expected, rtol=1e-4, atol=1e-12)
 
-    for longest in (kernels.LONGEST_WHOLE_ROW, 1):  # a row is read once, or in blocks
+    p, g = wide.softmax(1), gradient.double()
+    of_logits = p * (g - (p * g).sum(1, keepdim=True))
+    for longest in (kernels.LONGEST_WHOLE_ROW, 1):  # a row is read once, or twice in blocks
         monkeypatch.setattr(kernels, "LONGEST_WHOLE_ROW", longest)
         kernels.softmax(logits, probabilities.fill_(torch.nan))
         torch.testing.assert_close(probabilities.double(), wide.softmax(1), rtol=1e-5, atol=1e-12)
@@ -64,12 +79,12 @@ def test_row_passes_equal_pytorch(rows, columns, monkeypatch):
         torch.testing.assert_close(padded[:, :columns].double(), wide.softmax(1), rtol=1e-5, atol=1e-12)
         torch.testing.assert_close(normalizers.double(), wide.logsumexp(1), rtol=1e-6, atol=1e-6)
         assert (padded[:, columns:] == 0).all()
-
-    d_logits = torch.empty_like(logits)
-    kernels.softmax_gradient(probabilities, gradient, d_logits)
-    p, g = probabilities.double(), gradient.double()
-    expected = p * (g - (p * g).sum(1, keepdim=True) / p.sum(1, keepdim=True))
-    torch.testing.assert_close(d_logits.double(), expected, rtol=1e-4, atol=1e-6)
+        d_logits = torch.full_like(logits, torch.nan)
+        kernels.softmax_gradient(probabilities, gradient, d_logits)
+        torch.testing.assert_close(d_logits.double(), of_logits, rtol=1e-4, atol=1e-6)
+        # what is common to a row does not come through, however much the probabilities sum to
+        kernels.softmax_gradient(probabilities * 0.875, torch.full_like(gradient, 64.0), d_logits.fill_(torch.nan))
+        assert d_logits.abs().max() <= 1e-4
 
 
 def test_whole_functions_equal_fp64():

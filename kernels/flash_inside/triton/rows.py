@@ -1,6 +1,7 @@
 """Triton kernels of the networks: the passes over rows of softmax/rows.py, those of residual.py, and dropout.py.
 
-In the softmaxes one program works on one row. It reads the row in blocks, the second time out of the cache.
+In the softmaxes one program works on one row. It holds the row, or reads it twice in blocks, the second time out of the
+cache.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -51,45 +52,108 @@ def scaled_exp_kernel(logits, log_divisor, factor, out, stride, out_stride, c, c
 
 
 @triton.jit
-def softmax_kernel(
-    logits,
-    out,
-    log_sums,
-    stride,
-    out_stride,
-    c,
-    count,
-    WHOLE: tl.constexpr,
-    LOG_SUMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Softmax of the first `count` of c columns, 0 in the others.
+def piece(row, number: tl.constexpr, count, other, BLOCK: tl.constexpr):
+    """Columns number * BLOCK and so on of a row, `other` from `count` on."""
+    columns = number * BLOCK + tl.arange(0, BLOCK)
+    return tl.load(row + columns, mask=columns < count, other=other)
 
-    WHOLE: a block is a whole row, which is read once; LOG_SUMS: write the logarithms of the divisors, too
+
+@triton.jit
+def store_piece(row, number: tl.constexpr, values, c, BLOCK: tl.constexpr):
+    columns = number * BLOCK + tl.arange(0, BLOCK)
+    tl.store(row + columns, values.to(row.dtype.element_ty), mask=columns < c)
+
+
+@triton.jit
+def logits_piece(row, number: tl.constexpr, c, count, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """The same of a row of logits; the mask of loads is by c, as in `online`. PADDED: count is less than c"""
+    values = piece(row, number, c, float("-inf"), BLOCK).to(tl.float32)
+    if PADDED:
+        values = tl.where(number * BLOCK + tl.arange(0, BLOCK) < count, values, float("-inf"))
+    return values
+
+
+@triton.jit
+def softmax_of_whole_row_kernel(
+    logits, out, log_sums, stride, out_stride, c, count,
+    PADDED: tl.constexpr, LOG_SUMS: tl.constexpr, FOUR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Softmax of the first `count` of c columns, 0 in the others. The row is three blocks, or four, and is read once.
+
+    LOG_SUMS: write the logarithms of the divisors, too
     """
     r = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    if WHOLE:
-        values = tl.load(logits + r * stride + columns, mask=columns < c, other=float("-inf")).to(tl.float32)
-        values = tl.where(columns < count, values, float("-inf"))
-        largest = tl.max(values, 0)
-        values = tl.exp(values - largest)
-        total = tl.sum(values, 0)
-        values *= 1.0 / total
-        tl.store(out + r * out_stride + columns, values.to(out.dtype.element_ty), mask=columns < c)
-    else:
-        largest, total = online(logits + r * stride, columns, c, count, BLOCK)
-        for first in range(0, c, BLOCK):
-            inside = first + columns < c
-            values = tl.load(logits + r * stride + first + columns, mask=inside).to(tl.float32)
-            values = tl.where(first + columns < count, tl.exp(values - largest) / total, 0.0)
-            tl.store(out + r * out_stride + first + columns, values.to(out.dtype.element_ty), mask=inside)
+    row, to = logits + r * stride, out + r * out_stride
+    x0 = logits_piece(row, 0, c, count, PADDED, BLOCK)
+    x1 = logits_piece(row, 1, c, count, PADDED, BLOCK)
+    x2 = logits_piece(row, 2, c, count, PADDED, BLOCK)
+    largest = tl.maximum(tl.maximum(x0, x1), x2)
+    if FOUR:
+        x3 = logits_piece(row, 3, c, count, PADDED, BLOCK)
+        largest = tl.maximum(largest, x3)
+    largest = tl.max(largest, 0)
+    x0 = tl.exp(x0 - largest)
+    x1 = tl.exp(x1 - largest)
+    x2 = tl.exp(x2 - largest)
+    total = x0 + x1 + x2
+    if FOUR:
+        x3 = tl.exp(x3 - largest)
+        total += x3
+    total = tl.sum(total, 0)
+    factor = 1.0 / total
+    store_piece(to, 0, x0 * factor, c, BLOCK)
+    store_piece(to, 1, x1 * factor, c, BLOCK)
+    store_piece(to, 2, x2 * factor, c, BLOCK)
+    if FOUR:
+        store_piece(to, 3, x3 * factor, c, BLOCK)
     if LOG_SUMS:
         tl.store(log_sums + r, largest + tl.log(total))
 
 
 @triton.jit
+def softmax_kernel(logits, out, log_sums, stride, out_stride, c, count, LOG_SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    """The same for rows of any length, which are read twice."""
+    r = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    largest, total = online(logits + r * stride, columns, c, count, BLOCK)
+    for first in range(0, c, BLOCK):
+        inside = first + columns < c
+        values = tl.load(logits + r * stride + first + columns, mask=inside).to(tl.float32)
+        values = tl.where(first + columns < count, tl.exp(values - largest) / total, 0.0)
+        tl.store(out + r * out_stride + first + columns, values.to(out.dtype.element_ty), mask=inside)
+    if LOG_SUMS:
+        tl.store(log_sums + r, largest + tl.log(total))
+
+
+@triton.jit
+def softmax_gradient_of_whole_row_kernel(
+    probabilities, gradient, out, stride, gradient_stride, out_stride, c, FOUR: tl.constexpr, BLOCK: tl.constexpr
+):
+    """p (g - sum(p g) / sum(p)). The row is three blocks, or four, and is read once."""
+    r = tl.program_id(0).to(tl.int64)
+    of_p, of_g, to = probabilities + r * stride, gradient + r * gradient_stride, out + r * out_stride
+    p0 = piece(of_p, 0, c, 0.0, BLOCK).to(tl.float32)
+    p1 = piece(of_p, 1, c, 0.0, BLOCK).to(tl.float32)
+    p2 = piece(of_p, 2, c, 0.0, BLOCK).to(tl.float32)
+    g0 = piece(of_g, 0, c, 0.0, BLOCK).to(tl.float32)
+    g1 = piece(of_g, 1, c, 0.0, BLOCK).to(tl.float32)
+    g2 = piece(of_g, 2, c, 0.0, BLOCK).to(tl.float32)
+    products, total = p0 * g0 + p1 * g1 + p2 * g2, p0 + p1 + p2
+    if FOUR:
+        p3 = piece(of_p, 3, c, 0.0, BLOCK).to(tl.float32)
+        g3 = piece(of_g, 3, c, 0.0, BLOCK).to(tl.float32)
+        products, total = products + p3 * g3, total + p3
+    mean = tl.sum(products, 0) / tl.sum(total, 0)
+    store_piece(to, 0, p0 * (g0 - mean), c, BLOCK)
+    store_piece(to, 1, p1 * (g1 - mean), c, BLOCK)
+    store_piece(to, 2, p2 * (g2 - mean), c, BLOCK)
+    if FOUR:
+        store_piece(to, 3, p3 * (g3 - mean), c, BLOCK)
+
+
+@triton.jit
 def softmax_gradient_kernel(probabilities, gradient, out, stride, gradient_stride, out_stride, c, BLOCK: tl.constexpr):
+    """The same for rows of any length, which are read twice."""
     r = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     products = tl.zeros([BLOCK], tl.float32)
@@ -130,18 +194,30 @@ def activation_gradient_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < d
     b = tl.load(bias + columns, mask=there, other=0.0).to(tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([STEP, BLOCK], tl.float32)
     first = tl.program_id(0).to(tl.int64) * ROWS
-    for row in range(0, ROWS, STEP):
+    for row in tl.static_range(0, ROWS, STEP):
         r = first + row + tl.arange(0, STEP)
         inside = (r < rows)[:, None] & there[None]
         places = r[:, None] * d + columns[None]
         s = tl.load(sums + places, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(gradient + places, mask=inside, other=0.0).to(tl.float32)
         g = tl.where(s + b[None] <= 0.0, 0.0, g)
-        total += tl.sum(g, 0)
+        total += g
         tl.store(out + places, g.to(out.dtype.element_ty), mask=inside)
-    tl.store(totals + tl.program_id(0) * d + columns, total, mask=there)
+    tl.store(totals + tl.program_id(0) * d + columns, tl.sum(total, 0), mask=there)
+
+
+@triton.jit
+def sum_of_parts_kernel(totals, out, parts, d, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of [parts, d] over parts. Grid: (blocks of d,)."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([STEP, BLOCK], tl.float32)
+    for first in range(0, parts, STEP):
+        r = first + tl.arange(0, STEP)
+        inside = (r < parts)[:, None] & (columns < d)[None]
+        total += tl.load(totals + r[:, None] * d + columns[None], mask=inside, other=0.0)
+    tl.store(out + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=columns < d)
 
 
 @triton.jit(do_not_specialize=["threshold"])
@@ -162,15 +238,17 @@ def dropout_kernel(
     tl.store(out + places, values.to(out.dtype.element_ty), mask=inside)
 
 
+#: Up to so many columns a program of a softmax or its gradient holds a row, at most 32 values of a table a thread.
+LONGEST_WHOLE_ROW = 32768
 #: Beyond so many columns, programs that read their row twice take more threads each: fewer of them are at work, so that
 #: the cache still holds the row (an H200, 24,576 columns: softmax 0.36 ms instead of 0.45, its gradient 0.43 and 0.62).
 LONG_ROW = 16384
-#: Up to so many columns a softmax holds the row in registers, at most 32 values a thread, and reads it once.
-LONGEST_WHOLE_ROW = 32768
 #: Coordinates of one program of the dropout.
 DROPOUT_BLOCK = 1024
 #: Numbers of one program of an activation, and rows and columns of one of its gradient.
-ACTIVATION_BLOCK, GRADIENT_ROWS, GRADIENT_COLUMNS = 2048, 64, 128
+ACTIVATION_BLOCK, GRADIENT_ROWS, GRADIENT_COLUMNS = 2048, 128, 64
+#: Parts and columns of one program that sums parts.
+PARTS, PART_COLUMNS = 64, 16
 
 
 def _block(columns: int, largest: int = 4096) -> dict[str, int]:
@@ -179,9 +257,10 @@ def _block(columns: int, largest: int = 4096) -> dict[str, int]:
     return {"BLOCK": size, "num_warps": max(1, size // 256)}
 
 
-def _block_of_whole_row(columns: int) -> dict[str, int]:
-    size = max(128, triton.next_power_of_2(columns))
-    return {"BLOCK": size, "num_warps": max(1, min(32, size // 512))}
+def _pieces_of_whole_row(columns: int) -> dict[str, int]:
+    """Choose blocks so that three or four are a row (twice as many symbols as nonterminals: often three exactly)."""
+    size = max(128, triton.next_power_of_2(columns) // 4)
+    return {"BLOCK": size, "FOUR": columns > 3 * size, "num_warps": max(1, size // 256)}
 
 
 def _block_of_two_reads(columns: int) -> dict[str, int]:
@@ -213,22 +292,22 @@ def softmax_and_log_sum_exp(logits: Tensor, columns: int, out: Tensor, log_sums:
 
 def _softmax(logits: Tensor, columns: int, out: Tensor, log_sums: Tensor, LOG_SUMS: bool) -> None:
     rows, all_columns = logits.shape
-    if rows:
-        whole = all_columns <= LONGEST_WHOLE_ROW
-        block = _block_of_whole_row(all_columns) if whole else _block_of_two_reads(all_columns)
-        softmax_kernel[(rows,)](
-            logits, out, log_sums, logits.stride(0), out.stride(0), all_columns, columns, WHOLE=whole,
-            LOG_SUMS=LOG_SUMS, **block,
-        )  # fmt: skip
+    arguments = (logits, out, log_sums, logits.stride(0), out.stride(0), all_columns, columns)
+    if rows and all_columns <= LONGEST_WHOLE_ROW:
+        softmax_of_whole_row_kernel[(rows,)](
+            *arguments, PADDED=columns < all_columns, LOG_SUMS=LOG_SUMS, **_pieces_of_whole_row(all_columns)
+        )
+    elif rows:
+        softmax_kernel[(rows,)](*arguments, LOG_SUMS=LOG_SUMS, **_block_of_two_reads(all_columns))
 
 
 def softmax_gradient(probabilities: Tensor, gradient: Tensor, out: Tensor) -> None:
     rows, columns = probabilities.shape
-    if rows:
-        softmax_gradient_kernel[(rows,)](
-            probabilities, gradient, out, probabilities.stride(0), gradient.stride(0), out.stride(0), columns,
-            **_block_of_two_reads(columns),
-        )  # fmt: skip
+    arguments = (probabilities, gradient, out, probabilities.stride(0), gradient.stride(0), out.stride(0), columns)
+    if rows and columns <= LONGEST_WHOLE_ROW:
+        softmax_gradient_of_whole_row_kernel[(rows,)](*arguments, **_pieces_of_whole_row(columns))
+    elif rows:
+        softmax_gradient_kernel[(rows,)](*arguments, **_block_of_two_reads(columns))
 
 
 def activated(sums: Tensor, bias: Tensor, skip: Tensor | None, out: Tensor) -> None:
@@ -245,9 +324,11 @@ def activation_gradient(gradient: Tensor, sums: Tensor, bias: Tensor, out: Tenso
     totals = torch.empty(parts, d, dtype=torch.float32, device=sums.device)
     if rows:
         activation_gradient_kernel[(parts, triton.cdiv(d, GRADIENT_COLUMNS))](
-            gradient, sums, bias, out, totals, rows, d, ROWS=GRADIENT_ROWS, STEP=16, BLOCK=GRADIENT_COLUMNS
+            gradient, sums, bias, out, totals, rows, d, ROWS=GRADIENT_ROWS, STEP=32, BLOCK=GRADIENT_COLUMNS
         )
-    return totals.sum(0).to(bias.dtype)
+    of_bias = torch.empty_like(bias)
+    sum_of_parts_kernel[(triton.cdiv(d, PART_COLUMNS),)](totals, of_bias, parts, d, STEP=PARTS, BLOCK=PART_COLUMNS)
+    return of_bias
 
 
 def drop(

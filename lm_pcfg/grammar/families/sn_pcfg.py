@@ -110,13 +110,16 @@ class SimplePCFG(nn.Module):
         # flows back to the symbols is bf16.
         table = operand(self.symbols, computation.precision)
         nonterminals, preterminals = table.split([self.nonterminals, self.preterminals])
-        root_rows: Tensor | slice = slice(self.roots)
+        of_root: Tensor = self.root_output if self.parameterization == "paper" else self.symbols
         if computation.dropout.kept is not None:
             kept = computation.dropout.kept.to(self.symbols.device)
             nonterminals, preterminals = nonterminals[kept.nonterminals], preterminals[kept.preterminals]
             root_rows = kept.nonterminals
             if self.roots > self.nonterminals:
                 root_rows = torch.cat((kept.nonterminals, kept.preterminals + self.nonterminals))
+            of_root = of_root[root_rows]
+        elif self.roots < len(of_root):  # a slice of all rows would cost two passes over its gradient
+            of_root = of_root[: self.roots]
         symbols = torch.cat((nonterminals, preterminals))  # [N+P, d]
 
         left, right, *entrances = child_probabilities(
@@ -129,10 +132,10 @@ class SimplePCFG(nn.Module):
 
         features = self.emission_network(preterminals)  # [P, d]
         if self.parameterization == "paper":
-            root_logits = (self.root_output[root_rows] @ self.root_network(self.start).T).squeeze(1)
+            root_logits = (of_root @ self.root_network(self.start).T).squeeze(1)
         else:
             features = features + preterminals
-            root_logits = (self.symbols[root_rows] @ self.start.T).squeeze(1)
+            root_logits = (of_root @ self.start.T).squeeze(1)
         root = root_probabilities(root_logits, len(nonterminals), self.one_word)
         features = features.to(self.words.dtype)
         features = computation.dropout.features(features)
