@@ -54,7 +54,7 @@ LARGE_BATCHES = [[12] * 128, [17] * 80]
 #: Few rows, and many: blocks of the product differ.
 VITERBI_BATCHES = [[3], [3] * 16, [3] * 50]
 #: For every size of a block: words that 16 divides or not (rows of logits are padded to a multiple of 16)
-VOCABULARIES = (99, 112, 199, 208, 499, 512, 999, 1008, 1999, 2000, 9999, 10000)
+VOCABULARIES = (99, 112, 199, 208, 499, 512, 999, 1008, 1999, 2000, 3999, 4000, 4999, 5008, 9999, 10000, 29999, 30000)
 
 
 def specialisation(kernel, arguments, options):
@@ -103,7 +103,7 @@ def noted() -> Iterator[dict]:
         for module in (rows, children, dropout, residual):
             patch.setattr(module, "in_triton", lambda tensor: True)
         patch.setattr(normalizers, "KEPT_FROM", {"meta": 1})
-        patch.setattr(normalizers, "KEPT_BYTES", {"meta": 1 << 20})
+        patch.setattr(normalizers, "KEPT_BYTES", {"meta": 1 << 24})
         patch.setattr(forward, "choose", lambda *_: "triton")
         yield seen
 
@@ -203,7 +203,7 @@ def launches():
             launch_softmaxes(n, p)
             for lengths in VITERBI_BATCHES:
                 launch_viterbi(n, p, lengths)
-        for n, p in ((272, 736), (301, 700)):
+        for n, p in ((272, 736), (301, 700), (8192, 24576)):
             launch_softmaxes(n, p)
         for n, p in ((512, 520), (33, 41)):
             launch_viterbi(n, p, [70])

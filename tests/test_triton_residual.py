@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flash_inside.devices import in_triton
 from flash_inside.residual import linear, residual_layers
 
 GPU = torch.cuda.is_available()
@@ -54,6 +55,24 @@ def test_layers_equal_autograd(rows, d, layers, own_skip):
     for ours, truth in zip(both(residual_layers, inputs), both(plain, wide), strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5 * d)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_bias_is_summed_over_many_rows(kind):
+    """In parts that one program does not sum at once."""
+    if not in_triton(torch.empty(0, device=DEVICE)):
+        pytest.skip("PyTorch sums here")
+    from flash_inside.triton import rows as kernels
+
+    rows = kernels.GRADIENT_ROWS * 2 * kernels.PARTS + 1
+    sums, gradient = (tensor.detach() for tensor in drawn(rows, 3, 0, False, torch.float32))
+    gradient = gradient.abs()
+    bias, out = torch.tensor([0.5, -0.5, 0.0], device=DEVICE).to(kind), torch.empty_like(sums)
+    found = kernels.activation_gradient(gradient, sums, bias, out)
+    truth = torch.where(sums.double() + bias.double() <= 0, 0.0, gradient.double())
+    torch.testing.assert_close(out.double(), truth)
+    assert found.dtype == kind
+    torch.testing.assert_close(found.double(), truth.sum(0), rtol=1e-4 if kind == torch.float32 else 1e-2, atol=0)
 
 
 @pytest.mark.parametrize("own_skip", [True, False], ids=["own-skip", "other-skip"])

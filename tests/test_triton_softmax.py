@@ -87,6 +87,43 @@ def test_row_passes_equal_pytorch(rows, columns, monkeypatch):
         assert d_logits.abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("columns", [100, 300, 385, 500])
+@pytest.mark.parametrize("largest", [0, -1])
+def test_a_large_logit_anywhere_in_a_row(columns, largest):
+    """The other 128 columns of its piece, and those of other pieces, would be e^200 without it as the maximum."""
+    from flash_inside.triton import rows as kernels
+
+    logits = rows_of(4, columns)
+    for row, place in enumerate(range(0, columns, 128)):
+        logits[row, min(place, columns - 1) if largest == 0 else min(place + 127, columns - 1)] = 200.0
+    probabilities = torch.empty_like(logits)
+    kernels.softmax(logits, probabilities)
+    torch.testing.assert_close(probabilities.double(), logits.double().softmax(1), rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("longest", [1 << 15, 1])
+@pytest.mark.parametrize("columns", [5, 200, 385])
+def test_rows_may_lie_anywhere_in_memory(columns, longest, monkeypatch):
+    """Each table has a stride of its own, and nothing is written beside it."""
+    from flash_inside.triton import rows as kernels
+
+    monkeypatch.setattr(kernels, "LONGEST_WHOLE_ROW", longest)
+    logits, gradient = (rows_of(3, columns + beside)[:, :columns] for beside in (1, 3))
+    around = torch.full((3, columns + 7), -7.0, device=DEVICE)
+    out = around[:, 2 : 2 + columns]
+    kernels.softmax(logits, out)
+    p = logits.double().softmax(1)
+    torch.testing.assert_close(out.double(), p, rtol=1e-5, atol=1e-12)
+    further = torch.full((3, columns + 12), -7.0, device=DEVICE)
+    of_logits = further[:, 5 : 5 + columns]
+    kernels.softmax_gradient(out, gradient, of_logits)
+    g = gradient.double()
+    torch.testing.assert_close(of_logits.double(), p * (g - (p * g).sum(1, keepdim=True)), rtol=1e-4, atol=1e-6)
+    for table, first in ((around, 2), (further, 5)):
+        assert (table[:, :first] == -7).all()
+        assert (table[:, first + columns :] == -7).all()
+
+
 def test_whole_functions_equal_fp64():
     generator = torch.Generator().manual_seed(0)
     tables = [torch.randn(rows, 16, generator=generator).to(DEVICE).requires_grad_() for rows in (33, 101, 101)]

@@ -1,7 +1,7 @@
 """Triton kernels of the networks: the passes over rows of softmax/rows.py, those of residual.py, and dropout.py.
 
-In the softmaxes one program works on one row. It holds the row, or reads it twice in blocks, the second time out of the
-cache.
+In softmaxes and their gradients one program works on one row. It holds the row, or reads it twice in blocks, the second
+time out of the cache.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -208,7 +208,7 @@ def activation_gradient_kernel(
     tl.store(totals + tl.program_id(0) * d + columns, tl.sum(total, 0), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])  # it changes with the rows of a step
 def sum_of_parts_kernel(totals, out, parts, d, STEP: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of [parts, d] over parts. Grid: (blocks of d,)."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -238,11 +238,11 @@ def dropout_kernel(
     tl.store(out + places, values.to(out.dtype.element_ty), mask=inside)
 
 
-#: Up to so many columns a program of a softmax or its gradient holds a row, at most 32 values of a table a thread.
+#: Up to so many columns a program of a softmax holds its row, at most 32 values a thread. One of a gradient holds two.
 LONGEST_WHOLE_ROW = 32768
-#: Beyond so many columns, programs that read their row twice take more threads each: fewer of them are at work, so that
-#: the cache still holds the row (an H200, 24,576 columns: softmax 0.36 ms instead of 0.45, its gradient 0.43 and 0.62).
-LONG_ROW = 16384
+#: Block of programs that read a longer row twice: they take more threads each, so that fewer are at work, and the cache
+#: still holds the row.
+BLOCK_OF_TWO_READS = 8192
 #: Coordinates of one program of the dropout.
 DROPOUT_BLOCK = 1024
 #: Numbers of one program of an activation, and rows and columns of one of its gradient.
@@ -258,13 +258,9 @@ def _block(columns: int, largest: int = 4096) -> dict[str, int]:
 
 
 def _pieces_of_whole_row(columns: int) -> dict[str, int]:
-    """Choose blocks so that three or four are a row (twice as many symbols as nonterminals: often three exactly)."""
+    """Choose blocks so that three or four are a row (with P = 2N the children are 3N symbols: often three exactly)."""
     size = max(128, triton.next_power_of_2(columns) // 4)
     return {"BLOCK": size, "FOUR": columns > 3 * size, "num_warps": max(1, size // 256)}
-
-
-def _block_of_two_reads(columns: int) -> dict[str, int]:
-    return _block(columns, 8192 if columns > LONG_ROW else 4096)
 
 
 def log_sum_exp(logits: Tensor, columns: int, out: Tensor) -> None:
@@ -298,7 +294,7 @@ def _softmax(logits: Tensor, columns: int, out: Tensor, log_sums: Tensor, LOG_SU
             *arguments, PADDED=columns < all_columns, LOG_SUMS=LOG_SUMS, **_pieces_of_whole_row(all_columns)
         )
     elif rows:
-        softmax_kernel[(rows,)](*arguments, LOG_SUMS=LOG_SUMS, **_block_of_two_reads(all_columns))
+        softmax_kernel[(rows,)](*arguments, LOG_SUMS=LOG_SUMS, **_block(all_columns, BLOCK_OF_TWO_READS))
 
 
 def softmax_gradient(probabilities: Tensor, gradient: Tensor, out: Tensor) -> None:
@@ -307,7 +303,7 @@ def softmax_gradient(probabilities: Tensor, gradient: Tensor, out: Tensor) -> No
     if rows and columns <= LONGEST_WHOLE_ROW:
         softmax_gradient_of_whole_row_kernel[(rows,)](*arguments, **_pieces_of_whole_row(columns))
     elif rows:
-        softmax_gradient_kernel[(rows,)](*arguments, **_block_of_two_reads(columns))
+        softmax_gradient_kernel[(rows,)](*arguments, **_block(columns, BLOCK_OF_TWO_READS))
 
 
 def activated(sums: Tensor, bias: Tensor, skip: Tensor | None, out: Tensor) -> None:
