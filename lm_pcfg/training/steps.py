@@ -73,6 +73,7 @@ class Steps:
         )
         words = self.corpora.vocabulary.words
         engine.on_all(self._check_memory)
+        self.stream.plan.start()  # while the model is made
         text = None
         wanted = self.family.text_wanted(model)
         if wanted and vocabulary is None:  # the weights of a resumed run come from its checkpoint
