@@ -26,6 +26,7 @@ from lm_pcfg.distributed.throughput import Throughput
 from lm_pcfg.errors import UserError, memory_told
 from lm_pcfg.grammar.brackets import with_brackets
 from lm_pcfg.grammar.computation import Computation, backward_through
+from lm_pcfg.grammar.contexts import EncodedText
 from lm_pcfg.grammar.dropout import Dropout
 from lm_pcfg.grammar.emission import EmissionShards
 from lm_pcfg.grammar.families import family_of
@@ -79,7 +80,7 @@ class Steps:
         if wanted and vocabulary is None:  # the weights of a resumed run come from its checkpoint
             if engine.is_main:
                 say(f"init: the neighbours of {len(words):,} words tell where they begin (seconds to a minute)")
-            text = opening.first_text(settings, self.corpora.train, wanted)
+            text = EncodedText(*opening.first_text(settings, self.corpora.train, wanted), engine.device)
         module = self.family.build(model, words, settings.seed, text).to(engine.device)
         if any(True for _ in module.buffers()):
             raise ValueError(f"family {model.family}: state has to be in parameters; buffers are not saved")

@@ -166,7 +166,7 @@ class SNPCFG(PCFGFamily):
             init="xavier_normal" if init.symbols is not None else init.scheme,
             symbol_deviation=init.symbols,
             word_deviation=init.words,
-            word_vectors=None if text is None else context_vectors(*text, len(words), model.dimension, seed),
+            word_vectors=None if text is None else context_vectors(text, len(words), model.dimension, seed),
             seed=seed,
         )
 
