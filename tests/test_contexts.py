@@ -81,6 +81,17 @@ def test_singular_vectors_are_those_of_a_decomposition():
     torch.testing.assert_close((vectors.flip(1).T @ u[:, :4]).abs(), torch.eye(4, dtype=torch.float64))
 
 
+def test_strengths_that_fall_slowly_are_found_nearly():
+    """Without iterations the last of these are a fifth too low."""
+    generator = torch.Generator().manual_seed(3)
+    left, right = (torch.linalg.qr(torch.randn(n, 40, dtype=torch.float64, generator=generator)).Q for n in (60, 50))
+    values = 0.9 ** torch.arange(40, dtype=torch.float64)
+    _, found = singular_vectors(((left * values) @ right.T).to_sparse(), 20, generator)
+    assert len(found) == 20
+    torch.testing.assert_close(found.flip(0)[:19], values[:19], rtol=0.02, atol=0)
+    assert (found.flip(0) <= values[:20] * (1 + 1e-9)).all()
+
+
 def test_the_signs_of_a_decomposition_do_not_matter(monkeypatch):
     """They are what a library, a device or a number of threads chooses."""
     text = drawn()
@@ -95,14 +106,13 @@ def test_the_signs_of_a_decomposition_do_not_matter(monkeypatch):
     assert torch.equal(context_vectors(text, 300, 64, seed=1), vectors)
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_the_number_of_threads_does_not_matter(threads):
-    text, before = drawn(3000, 4000), torch.get_num_threads()
+def test_the_number_of_threads_does_not_matter():
+    text, before = drawn(1000, 1000), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        vectors = context_vectors(text, 3000, 64, seed=1)
-        torch.set_num_threads(threads)
-        assert torch.equal(context_vectors(text, 3000, 64, seed=1), vectors)
+        vectors = context_vectors(text, 1000, 64, seed=1)
+        torch.set_num_threads(2)
+        assert torch.equal(context_vectors(text, 1000, 64, seed=1), vectors)
     finally:
         torch.set_num_threads(before)
 
@@ -110,10 +120,12 @@ def test_the_number_of_threads_does_not_matter(threads):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_finds_the_same_vectors():
-    vectors = context_vectors(drawn(3000, 4000), 3000, 64, seed=1)
-    of_gpu = context_vectors(drawn(3000, 4000, "cuda"), 3000, 64, seed=1)
+    vectors = context_vectors(drawn(1000, 1000), 1000, 64, seed=1)
+    torch.cuda.reset_peak_memory_stats()
+    of_gpu = context_vectors(drawn(1000, 1000, "cuda"), 1000, 64, seed=1)
+    assert torch.cuda.max_memory_allocated() > 1000 * 64 * 8  # it was computed there
     assert not of_gpu.is_cuda
-    assert (vectors != of_gpu).sum() <= 2  # of 192,000, where a number lies between two of bf16
+    assert (vectors != of_gpu).sum() <= 2  # of 64,000, where a number lies between two of bf16
 
 
 def test_only_frequent_words_are_contexts():

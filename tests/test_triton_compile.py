@@ -266,7 +266,8 @@ def one_of_each():
         launch_viterbi(64, 128, [8, 2])
         launch_inside(2048, 4096, "bf16", [2, 8, 2], per_sentence=True)
         launch_viterbi(64, 128, [2, 8, 2], per_sentence=True)
-        launch_softmaxes(64, 128)
+        for p in (128, 40000):  # rows that a program holds, and longer ones
+            launch_softmaxes(64, p)
         launch_normalizers(99)
         launch_dropout(1, 0.3)
         launch_residual_layers(64)

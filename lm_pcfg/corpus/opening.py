@@ -252,7 +252,10 @@ def _vocabulary(names: list[str], files: list[Path] | None, options: OpeningOpti
 # ---- for the trainer ------------------------------------------------------------------------------------------------
 
 
-def training_stream(settings: Settings, train: Text, *, rank: int, world_size: int) -> BatchStream:
+def training_stream(
+    settings: Settings, train: Text, *, rank: int, world_size: int, workers: int | None = None
+) -> BatchStream:
+    """workers: processes that read ahead; None: `data.workers`"""
     data, seed, curriculum = settings.data, settings.seed, settings.data.curriculum.max_length_for_epoch
     options = BatchOptions(**settings.batch.model_dump())
     plan: Plan
@@ -260,7 +263,8 @@ def training_stream(settings: Settings, train: Text, *, rank: int, world_size: i
         epochs = data.brackets["epochs"] if isinstance(data.brackets, dict) else None
         plan = TextPlan(train, options, seed=seed, curriculum=curriculum, bracketed_epochs=epochs)
     else:
-        plan = ShardPlan(train, options, seed=seed, curriculum=curriculum, workers=data.workers,
+        workers = data.workers if workers is None else workers
+        plan = ShardPlan(train, options, seed=seed, curriculum=curriculum, workers=workers,
                          on_error=data.on_error, warn=warn)  # fmt: skip
     return BatchStream(plan, rank=rank, world_size=world_size)
 
@@ -274,16 +278,13 @@ def first_text(settings: Settings, train: Text, words: int) -> tuple[np.ndarray,
         return train.ids, train.lengths
     batches: list[Batch] = []
     taken = 0
-    stream = training_stream(settings, train, rank=0, world_size=1)
-    try:
-        for _ in range(stream.steps_per_epoch(0)):
-            step = stream.next_step()
-            batches += step
-            taken += sum(batch.n_words for batch in step)
-            if taken >= words:
-                break
-    finally:
-        stream.close()
+    stream = training_stream(settings, train, rank=0, world_size=1, workers=0)  # others would take seconds to start
+    for _ in range(stream.steps_per_epoch(0)):
+        step = stream.next_step()
+        batches += step
+        taken += sum(batch.n_words for batch in step)
+        if taken >= words:
+            break
     return np.concatenate([batch.words for batch in batches]), np.concatenate([batch.lengths for batch in batches])
 
 

@@ -106,9 +106,6 @@ class Plan(ABC):
     def fingerprint(self) -> str:
         """A hash of what the batches depend on, except the curriculum. `accumulate` only groups batches."""
 
-    def start(self) -> None:  # noqa: B027 - most have nothing to start
-        """Start the processes that read ahead, if there are any, before their first block is needed."""
-
     def close(self) -> None:  # noqa: B027 - most have nothing to end
         """End the processes that read ahead, if there are any."""
 

@@ -74,12 +74,11 @@ class Steps:
         )
         words = self.corpora.vocabulary.words
         engine.on_all(self._check_memory)
-        self.stream.plan.start()  # while the model is made
         text = None
         wanted = self.family.text_wanted(model)
         if wanted and vocabulary is None:  # the weights of a resumed run come from its checkpoint
             if engine.is_main:
-                say(f"init: the neighbours of {len(words):,} words tell where they begin (seconds to a minute)")
+                say(f"init: the neighbours of {len(words):,} words tell where they begin (seconds to minutes)")
             text = EncodedText(*opening.first_text(settings, self.corpora.train, wanted), engine.device)
         module = self.family.build(model, words, settings.seed, text).to(engine.device)
         if any(True for _ in module.buffers()):

@@ -110,22 +110,15 @@ class BlockLoader:
         self.maker, self.workers = maker, workers
         self._pool: Executor | None = None
 
-    def start(self) -> Executor | None:
-        """Start the processes, if there are to be any: they import for seconds, best while no step waits for them."""
-        if self._pool is None and self.workers:
-            self._pool = make_pool(self.workers, _keep_maker, (id(self), self.maker))
-            for _ in range(self.workers):
-                self._pool.submit(_nothing)  # a pool has no process before it has a task
-        return self._pool
-
     def stream(self, requests: Iterator[Request]) -> Iterator[BlockBatches]:
         """Yield the blocks of these requests, in their order."""
-        pool = self.start()
-        if pool is None:
+        if self.workers == 0:
             yield from map(self.maker.make, requests)
             return
+        if self._pool is None:
+            self._pool = make_pool(self.workers, _keep_maker, (id(self), self.maker))
         make = partial(_make, id(self))
-        yield from in_order(pool, make, requests, ahead=self.workers, way_out="try data.workers=0")
+        yield from in_order(self._pool, make, requests, ahead=self.workers, way_out="try data.workers=0")
 
     def close(self) -> None:
         if self._pool is not None:
@@ -138,10 +131,6 @@ _makers: dict[int, BlockMaker] = {}  # of a worker process, by the loader it wor
 
 def _keep_maker(loader: int, maker: BlockMaker) -> None:
     _makers[loader] = maker
-
-
-def _nothing() -> None:
-    pass
 
 
 def _make(loader: int, request: Request) -> BlockBatches:

@@ -238,8 +238,5 @@ class ShardPlan(Plan):
             return int(costs[: self.options.sentences].sum())
         return max(int(costs[0]), min(self.options.cost, int(costs.sum())))
 
-    def start(self) -> None:
-        self._loader.start()
-
     def close(self) -> None:
         self._loader.close()
