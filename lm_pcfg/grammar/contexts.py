@@ -26,7 +26,7 @@ CONTEXTS = 2000  # words that count as neighbours: the most frequent; besides th
 SMOOTHING = 0.75  # power of a neighbour's frequency, so that rare neighbours tell less
 UNSURE = 5.0  # a word begins with so many occurrences that tell nothing
 ITERATIONS = 3  # of the subspace; the singular vectors need not be exact
-SMALLEST_STRENGTH = 1e-6  # of a singular vector, relative to the first. Smaller ones are rounding: of a text with few words
+SMALLEST_STRENGTH = 1e-6  # of a singular vector, relative to the first; below is rounding, in a text of few words
 
 
 def context_vectors(text: EncodedText, words: int, dimension: int, seed: int) -> Tensor:
