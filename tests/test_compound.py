@@ -69,10 +69,10 @@ class Definition:
         else:
             first = self.network("root_network.0", "root_network", w["start"], False, (1, 2))
 
-            def g(name, x):
-                return np.maximum(self.linear(f"{name}.linear", x, True), 0) + x
+            def g(name, x, with_z):
+                return np.maximum(self.linear(f"{name}.linear", x, with_z), 0) + x
 
-            left, right = (softmax(g("parent", symbols[:n]) @ g(f"{side}_child", symbols).T, 1)
+            left, right = (softmax(g("parent", symbols[:n], True) @ g(f"{side}_child", symbols, False).T, 1)
                            for side in ("left", "right"))  # fmt: skip
             self.rules = left[:, :, None] * right[:, None, :]
         share = 1 / (1 + math.exp(-w["one_word"].item()))

@@ -98,6 +98,17 @@ def by_enumeration(model, string: tuple[int, ...]) -> float:
     return total
 
 
+def distributions(model) -> list[torch.Tensor]:
+    """Return what has to sum to one over its last dimension: start or root, rules or transitions, words."""
+    words = model.emission.log_probabilities(torch.arange(WORDS)).exp().T  # [P, V]
+    if isinstance(model, HiddenMarkovModel):
+        return [model.start, *model.transition, words]
+    root, *rules = model.rules
+    if isinstance(model, DenseGrammar):
+        return [root, rules[0].flatten(1), words]  # [N, pairs]
+    return [root, *rules, words]
+
+
 @every_family
 def test_probabilities_are_those_of_all_derivations_and_sum_to_one(name):
     with torch.no_grad():
@@ -112,6 +123,8 @@ def test_probabilities_are_those_of_all_derivations_and_sum_to_one(name):
                 if length <= 3 or string == some[-1]:
                     assert found == pytest.approx(by_enumeration(model, string), rel=1e-9)
         assert sum(of_lengths) <= 1.0 + 1e-12
+        for table in distributions(model):
+            torch.testing.assert_close(table.sum(-1), torch.ones_like(table.sum(-1)), rtol=1e-12, atol=0)
         # The rest is the mass beyond: of lengths if every word were the same, and certain.
         if isinstance(model, HiddenMarkovModel):
             certain = model.emission.log_probabilities(torch.tensor([END])).exp()

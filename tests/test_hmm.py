@@ -104,6 +104,28 @@ def test_gradcheck_of_a_family(name):
         assert torch.allclose(value.grad, gradient, rtol=1e-10)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_start_and_words_are_softmaxes_of_their_own_tables(name):
+    module = tiny_model(name)
+    with torch.no_grad():
+        model = module(EXACT)
+        first = (module.first_states @ module.start[0]).exp()
+        words = (module.emitting @ module.words.T).exp()
+        found = model.emission.log_probabilities(torch.arange(3)).exp()
+    if name == "rank_hmm":  # the first value of the rank variable
+        first = first @ (module.predecessors @ module.ranks).softmax(1)
+    assert torch.allclose(model.start, first / first.sum())
+    assert torch.allclose(found.T, words / words.sum(1, keepdim=True))
+
+
+def test_nhmm_is_its_definition():
+    module = tiny_model("nhmm")
+    with torch.no_grad():
+        products = (module.predecessors @ module.successors.T).exp()
+        found = dense(module(EXACT).chain)
+    assert torch.allclose(found, products / products.sum(1, keepdim=True))
+
+
 def test_rank_hmm_is_the_dense_model_with_the_same_transition():
     """Over states: U, a word of the rank variable, V. Over the rank variable: an HMM with the matrix V U."""
     module = tiny_model("rank_hmm")

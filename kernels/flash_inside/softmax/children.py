@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ def child_probabilities(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """left[A, B] = softmax over B of parents_A . left_children_B; right likewise: [N, d], [S, d] twice -> [N, S] twice.
 
-    Tables with a leading dimension, one for each sentence, give probabilities with it: [B, N, d] -> [B, N, S].
+    Parents of each sentence, [B, N, d], give probabilities of each, [B, N, S], over the same children.
 
     parents and children are of one type: fp64, fp32 or bf16, whose sums are wider.
 
@@ -69,16 +68,16 @@ class _ChildProbabilities(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.precision, ctx.largest_block = precision, largest_block
         ctx.set_materialize_grads(False)
-        symbols, wide = left_children.shape[-2], wide_type(parents)
-        a = of_logits(_of_sentences(parents), precision)
+        symbols, wide = len(left_children), wide_type(parents)
+        a = of_logits(parents.flatten(0, -2), precision)
         both = torch.empty(2, *parents.shape[:-1], symbols, dtype=dtype, device=parents.device)
         left, right = both
         with product_precision(precision):
             for children, probabilities in ((left_children, left), (right_children, right)):
-                b, out = of_logits(_of_sentences(children), precision), _of_sentences(probabilities)
-                for some, block in _blocks(out, largest_block * wide.itemsize // _logits_type(a).itemsize):
-                    logits = multiply(a[some, block], b[some].mT, _logits_type(a))
-                    rows.softmax(logits.flatten(0, 1), out[some, block].flatten(0, 1))
+                b, out = of_logits(children, precision), probabilities.flatten(0, -2)
+                for block in blocks(len(a), symbols, largest_block * wide.itemsize // _logits_type(a).itemsize):
+                    logits = multiply(a[block], b.T, _logits_type(a))
+                    rows.softmax(logits, out[block])
                     del logits  # before the next block is made
         ctx.save_for_backward(parents, left_children, right_children, left, right)
         if dtype == wide:
@@ -94,7 +93,7 @@ class _ChildProbabilities(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         parents, left_children, right_children, left, right = ctx.saved_tensors
         wide, precision = wide_type(parents), ctx.precision
-        a = operand(_of_sentences(parents), precision)
+        a = operand(parents.flatten(0, -2), precision)
         largest_block = ctx.largest_block * wide.itemsize // a.itemsize  # as many bytes as wide logits take
         d_parents: Tensor | None = None
         d_children = []
@@ -106,29 +105,19 @@ class _ChildProbabilities(torch.autograd.Function):
                 if gradient is None:
                     d_children.append(torch.zeros_like(children))
                     continue
-                of_parents = torch.empty_like(parents)
-                parts: list[Tensor] = []  # of the gradient by the children: some sentences each
-                b, p, g = operand(_of_sentences(children), precision), *map(_of_sentences, (probabilities, gradient))
-                pieces = list(_blocks(p, largest_block))
-                summed = wide if any(block.start for _, block in pieces) else children.dtype
-                for some, block in pieces:
-                    d_logits = torch.empty(p[some, block].shape, dtype=a.dtype, device=a.device)
-                    rows.softmax_gradient(
-                        p[some, block].flatten(0, 1), g[some, block].flatten(0, 1).contiguous(), d_logits.flatten(0, 1)
-                    )
-                    _of_sentences(of_parents)[some, block] = multiply(d_logits, b[some], parents.dtype)
-                    of_block = multiply(d_logits.mT, a[some, block], summed)
-                    if block.start:  # more rows of the same sentence
-                        parts[-1].add_(of_block)
-                    else:
-                        parts.append(of_block)
-                    del d_logits, of_block  # before the next block is made
-                whole = (
-                    parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros_like(b, dtype=summed)
-                )
-                d_children.append(whole.view(children.shape).to(children.dtype))
+                of_parents, of_children = torch.empty_like(a, dtype=parents.dtype), None
+                b, p, g = operand(children, precision), probabilities.flatten(0, -2), gradient.flatten(0, -2)
+                pieces = list(blocks(len(p), p.shape[-1], largest_block))
+                summed = wide if len(pieces) > 1 else children.dtype
+                for block in pieces:
+                    d_logits = torch.empty(p[block].shape, dtype=a.dtype, device=a.device)
+                    rows.softmax_gradient(p[block], g[block].contiguous(), d_logits)
+                    of_parents[block] = multiply(d_logits, b, parents.dtype)
+                    of_children = add(multiply(d_logits.T, a[block], summed), of_children)
+                    del d_logits  # before the next block is made
+                d_children.append(torch.zeros_like(children) if of_children is None else of_children.to(children.dtype))
                 d_parents = add(of_parents, d_parents)
-        return d_parents, *d_children, None, None, None
+        return None if d_parents is None else d_parents.view(parents.shape), *d_children, None, None, None
 
 
 def _logits_type(factor: Tensor) -> torch.dtype:
@@ -138,16 +127,3 @@ def _logits_type(factor: Tensor) -> torch.dtype:
     (the emission's are not: its columns are computed anew). PyTorch's passes would also sum in fp16.
     """
     return factor.dtype if in_triton(factor) else wide_type(factor)
-
-
-def _of_sentences(table: Tensor) -> Tensor:
-    """Return a table as that of one sentence, unless each sentence has its own."""
-    return table if table.dim() == 3 else table[None]
-
-
-def _blocks(probabilities: Tensor, largest: int) -> Iterator[tuple[slice, slice]]:
-    """Yield sentences and rows whose logits are made at a time: all rows of some sentences, or some rows of one."""
-    sentences, parents, symbols = probabilities.shape
-    for some in blocks(sentences, parents * symbols, largest):
-        for block in blocks(parents, (some.stop - some.start) * symbols, largest):
-            yield some, block

@@ -3,8 +3,8 @@
 With z ~ N(0, I) of k numbers, E the embeddings of symbols, s that of the start symbol, u the output tables:
 
         root *      softmax over A of u_A . f1(s)                 f1: Linear, Res, Res; the same for all sentences
-        left        softmax over B of g2(B, z) . g3(A, z)         g(A, z) = relu(Linear [E_A; z]) + E_A
-        right       softmax over C of g4(C, z) . g3(A, z)
+        left        softmax over B of g2(B) . g3(A, z)            g3(A, z) = relu(Linear [E_A; z]) + E_A
+        right       softmax over C of g4(C) . g3(A, z)            g2(B) = relu(Linear E_B) + E_B, g4 likewise
         emission    softmax over w of u_w . f5(T, z)              f5: Linear [E_T; z], Res, Res
 
 Res is as in sn_pcfg.py. Where the weights of z are 0, every sentence has the SN-PCFG of the other weights.
@@ -37,6 +37,7 @@ from lm_pcfg.grammar.networks import (
     FEW,
     LatentNetwork,
     LatentResidualLayer,
+    ResidualLayer,
     initialise,
     residual_network,
     root_probabilities,
@@ -86,8 +87,7 @@ class SimpleSentenceNetworks(CompoundTables):
         super().__init__(model, words)
         d = model.dimension
         self.root_network = residual_network(d, pairs=2)
-        self.left_child = LatentResidualLayer(d, model.latent)
-        self.right_child = LatentResidualLayer(d, model.latent)
+        self.left_child, self.right_child = ResidualLayer(d), ResidualLayer(d)  # without z, as in the paper
         self.parent = LatentResidualLayer(d, model.latent)
         self.initialise(model, generator)
 
@@ -98,7 +98,7 @@ class SimpleSentenceNetworks(CompoundTables):
         nonterminals, preterminals, root_output = self.kept(computation)
         symbols = torch.cat((nonterminals, preterminals))
         left, right, *entrances = child_probabilities(
-            self.parent(nonterminals, z), self.left_child(symbols, z), self.right_child(symbols, z),
+            self.parent(nonterminals, z), self.left_child(symbols), self.right_child(symbols),
             rules_type(computation.charts, len(nonterminals)), computation.precision,
         )  # [B, N, N+P] each  # fmt: skip
         root_logits = (root_output @ self.root_network(self.start).T).squeeze(1)
