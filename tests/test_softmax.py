@@ -94,9 +94,9 @@ def test_probabilities_that_are_kept(precision, dtype, tolerance, monkeypatch):
     """As many as KEPT_FROM to KEPT_BYTES: a product for the logits and two for the gradients, each pass again."""
     features, embeddings = inputs = tables(P, V, dtype=dtype)
     weights = torch.randn(P, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    made, made_again, multiply = [], log_normalizers(*inputs, precision), normalizers.multiply
+    made, made_again, product = [], log_normalizers(*inputs, precision), normalizers.product
     gradients = torch.autograd.grad(made_again @ weights, inputs)
-    monkeypatch.setattr(normalizers, "multiply", lambda *given: made.append(multiply(*given)) or made[-1])
+    monkeypatch.setattr(normalizers, "product", lambda *given: made.append(product(*given)) or made[-1])
     monkeypatch.setattr(normalizers, "KEPT_FROM", {"cpu": P * V})
     kept = log_normalizers(*inputs, precision)
     for _ in range(2):
@@ -154,8 +154,8 @@ def test_one_block_of_logits_exists_at_a_time(monkeypatch):
 
         return wrapper
 
-    monkeypatch.setattr(normalizers, "multiply", noting(normalizers.multiply))
-    monkeypatch.setattr(children, "multiply", noting(children.multiply))
+    monkeypatch.setattr(normalizers, "product", noting(normalizers.product))
+    monkeypatch.setattr(children, "product", noting(children.product))
     log_normalizers(*tables(400, 300, dtype=torch.float32), largest_block=20 * 304).sum().backward()
     assert (len(made), most) == (40, 1)
     made.clear()
@@ -184,6 +184,8 @@ def test_narrow_tables_are_refused(narrow):
         log_normalizers(*two)
     with pytest.raises(ValueError, match="should have one type"):
         child_probabilities(two[0], two[1], two[1])
+    with pytest.raises(ValueError, match=r"children should be \[S, d\]"):
+        child_probabilities(*(table[None] for table in tables(3, 4, 4)))
     with pytest.raises(ValueError, match=r"should be float32 or float64, not torch\.float16"):
         child_probabilities(*(table.half() for table in (two[0], two[1], two[1])))
 
@@ -292,6 +294,22 @@ def test_left_and_right_lie_one_after_the_other():
     assert right.data_ptr() == left.data_ptr() + left.numel() * left.itemsize
     assert left.is_contiguous()
     assert right.is_contiguous()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_gradients_of_one_side_that_are_slices(side):
+    """As a backend may leave them; and there may be no parents at all."""
+    generator = torch.Generator().manual_seed(3)
+    for sentences in (0, 3):
+        shapes = [(sentences, 7, 5), (12, 5), (12, 5)]
+        inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+        weights = torch.randn(sentences, 9, 15, generator=generator, dtype=torch.float64)[:, :7, :12]
+        found = torch.autograd.grad(child_probabilities(*inputs)[side], inputs, weights)
+        dense = (inputs[0] @ inputs[1 + side].T).softmax(-1)
+        wanted = torch.autograd.grad(dense, (inputs[0], inputs[1 + side]), weights)
+        torch.testing.assert_close(found[0], wanted[0])
+        torch.testing.assert_close(found[1 + side], wanted[1])
+        assert not found[2 - side].any()
 
 
 @pytest.mark.parametrize("largest_block", [1, 5 * 12, 1 << 27])

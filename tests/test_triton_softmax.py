@@ -146,8 +146,8 @@ def test_whole_functions_equal_fp64():
 
 def test_bf16_probabilities_and_their_gradients(monkeypatch):
     """What training runs: logits in fp16, probabilities in bf16, wide gradients at the entrances."""
-    types, multiply = [], children.multiply
-    monkeypatch.setattr(children, "multiply", lambda a, b, result: types.append(result) or multiply(a, b, result))
+    types, product = [], children.product
+    monkeypatch.setattr(children, "product", lambda a, b, result: types.append(result) or product(a, b, result))
     tables = [rows_of(n, 16, scale=1.0).requires_grad_() for n in (33, 70, 70)]
     wide = [table.detach().double().requires_grad_() for table in tables]
     left, right, *entrances = child_probabilities(*tables, dtype=torch.bfloat16, precision="bf16", largest_block=1000)

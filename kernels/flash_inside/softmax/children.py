@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from flash_inside.devices import in_triton
-from flash_inside.precision import product_precision
+from flash_inside.precision import product, product_precision
 from flash_inside.softmax import rows
 from flash_inside.softmax.products import (
     LARGEST_BLOCK,
     add,
     blocks,
     check_tables,
-    multiply,
     of_logits,
     operand,
     wide_type,
@@ -51,6 +50,8 @@ def child_probabilities(
     dtype = dtype or wide_type(parents)
     tables = (parents, left_children, right_children)
     check_tables(*tables, narrowest=torch.bfloat16)
+    if left_children.dim() != 2 or right_children.dim() != 2:
+        raise ValueError("children should be [S, d]: the same for all sentences")
     left, right, *entrances = _ChildProbabilities.apply(*tables, dtype, precision, largest_block)
     return (left, right, *entrances) if entrances else (left, right, left, right)
 
@@ -76,7 +77,7 @@ class _ChildProbabilities(torch.autograd.Function):
             for children, probabilities in ((left_children, left), (right_children, right)):
                 b, out = of_logits(children, precision), probabilities.flatten(0, -2)
                 for block in blocks(len(a), symbols, largest_block * wide.itemsize // _logits_type(a).itemsize):
-                    logits = multiply(a[block], b.T, _logits_type(a))
+                    logits = product(a[block], b.T, _logits_type(a))
                     rows.softmax(logits, out[block])
                     del logits  # before the next block is made
         ctx.save_for_backward(parents, left_children, right_children, left, right)
@@ -112,11 +113,12 @@ class _ChildProbabilities(torch.autograd.Function):
                 for block in pieces:
                     d_logits = torch.empty(p[block].shape, dtype=a.dtype, device=a.device)
                     rows.softmax_gradient(p[block], g[block].contiguous(), d_logits)
-                    of_parents[block] = multiply(d_logits, b, parents.dtype)
-                    of_children = add(multiply(d_logits.T, a[block], summed), of_children)
+                    of_parents[block] = product(d_logits, b, parents.dtype)
+                    of_children = add(product(d_logits.T, a[block], summed), of_children)
                     del d_logits  # before the next block is made
                 d_children.append(torch.zeros_like(children) if of_children is None else of_children.to(children.dtype))
                 d_parents = add(of_parents, d_parents)
+                del g  # a copy, where a backend's gradients are slices
         return None if d_parents is None else d_parents.view(parents.shape), *d_children, None, None, None
 
 

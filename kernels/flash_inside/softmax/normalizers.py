@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_inside.precision import product_precision
+from flash_inside.precision import product, product_precision
 from flash_inside.softmax import rows
 from flash_inside.softmax.products import (
     LARGEST_BLOCK,
     add,
     blocks,
     check_tables,
-    multiply,
     of_logits,
     operand,
     operand_type,
@@ -61,7 +60,7 @@ class _LogNormalizers(torch.autograd.Function):
         result = torch.empty(len(a), dtype=features.dtype, device=a.device)
         with product_precision(precision):
             for block in blocks(len(a), len(b), largest_block):
-                rows.log_sum_exp(multiply(a[block], b.T, features.dtype), len(embeddings), result[block])
+                rows.log_sum_exp(product(a[block], b.T, features.dtype), len(embeddings), result[block])
         ctx.save_for_backward(features, embeddings, result)
         return result
 
@@ -76,12 +75,12 @@ class _LogNormalizers(torch.autograd.Function):
         d_features, d_embeddings = torch.empty_like(features), None
         with product_precision(precision):
             for block in blocks(len(a), len(b), ctx.largest_block):
-                logits = multiply(of_a[block], of_b.T, wide)
+                logits = product(of_a[block], of_b.T, wide)
                 d_logits = logits if a.dtype == wide else torch.empty_like(logits, dtype=a.dtype)
                 rows.scaled_exp(logits, words, normalizers[block], gradient[block], out=d_logits)
                 del logits
-                d_features[block] = multiply(d_logits, b, wide)
-                d_embeddings = add(multiply(d_logits.T, a[block], wide), d_embeddings)
+                d_features[block] = product(d_logits, b, wide)
+                d_embeddings = add(product(d_logits.T, a[block], wide), d_embeddings)
                 del d_logits  # before the next block is made
         d_embeddings = torch.zeros_like(embeddings) if d_embeddings is None else d_embeddings[:words]
         return d_features, d_embeddings, None, None
@@ -98,9 +97,9 @@ class _KeptLogNormalizers(torch.autograd.Function):
         in_place = narrow == wide and len(a) * len(b) <= largest_block
         with product_precision(precision):
             # [P, V and some zeros]; where nothing else is needed, in the memory of the logits
-            probabilities = multiply(a, b.T, wide) if in_place else a.new_empty(len(a), len(b), dtype=narrow)
+            probabilities = product(a, b.T, wide) if in_place else a.new_empty(len(a), len(b), dtype=narrow)
             for block in blocks(len(a), len(b), largest_block):
-                logits = probabilities if in_place else multiply(a[block], b.T, wide)
+                logits = probabilities if in_place else product(a[block], b.T, wide)
                 rows.softmax_and_log_sum_exp(logits, len(embeddings), probabilities[block], result[block])
         ctx.precision = precision
         ctx.save_for_backward(features, embeddings, probabilities)
@@ -114,6 +113,6 @@ class _KeptLogNormalizers(torch.autograd.Function):
         b = whole_lines(operand(embeddings, precision))
         scaled = torch.mul(features, of_rows, out=torch.empty_like(features, dtype=probabilities.dtype))
         with product_precision(precision):
-            d_features = multiply(probabilities, b, wide).mul_(of_rows)
-            d_embeddings = multiply(probabilities.T, scaled, wide)
+            d_features = product(probabilities, b, wide).mul_(of_rows)
+            d_embeddings = product(probabilities.T, scaled, wide)
         return d_features, d_embeddings[: len(embeddings)], None, None

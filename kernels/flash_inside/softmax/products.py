@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flash_inside.precision import product
-
 #: Logits of a block, at most: 512 MiB in fp32.
 LARGEST_BLOCK = 1 << 27
 
@@ -74,13 +72,6 @@ def whole_lines(table: Tensor) -> Tensor:
     """
     missing = -len(table) % 16
     return functional.pad(table, (0, 0, 0, missing)) if missing else table
-
-
-def multiply(a: Tensor, b: Tensor, result: torch.dtype) -> Tensor:
-    """Return a @ b, accumulated and returned in the type `result`: of matrices, or of as many pairs of them."""
-    if a.dim() == 3 and len(a) == 1:  # the same as without its dimension, bit for bit
-        return product(a[0], b[0], result)[None]
-    return product(a, b, result)
 
 
 def add(part: Tensor, to: Tensor | None) -> Tensor:
