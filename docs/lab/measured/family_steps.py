@@ -28,6 +28,7 @@ STEPS = [
     ("ptb_lm_n_pcfg_128", [], 4, 40),
     ("ptb_lm_c_pcfg_30", [], 4, 40),
     ("ptb_lm_rank_hmm_32768", [], 8, 32),
+    ("ptb_lm_rank_hmm_32768", ["model.state_dropout=0"], 8, 32),
     ("ptb_lm_rank_hmm_32768", [], 12, 21),
     ("ptb_lm_nhmm_4096", [], 8, 32),
 ]
