@@ -95,11 +95,26 @@ def test_replayed_steps_are_the_launched_ones(tmp_path, emulated, case):
         assert torch.equal(ours[name], tensor), name
 
 
-def test_sizes_that_change_are_not_captured(tmp_path, emulated):
-    model = {"nonterminals": 300, "preterminals": 600, "state_dropout": 0.5, "state_dropout_until": 1.0}
+def test_sizes_that_change_often_are_not_captured(tmp_path, emulated):
+    model = {"nonterminals": 200, "preterminals": 300, "state_dropout": 0.5, "state_dropout_until": 1.0}
     trainer = emulated(write_config(tmp_path, **merged(BASE, {"model": model})), captures=True)
     losses_of(trainer, 6)
     assert trainer.capture._captured is None
+
+
+def test_every_level_of_a_falling_dropout_is_captured(tmp_path, emulated):
+    model = {"nonterminals": 300, "preterminals": 300, "state_dropout": 0.12, "state_dropout_until": 0.6}
+    config = write_config(tmp_path, **merged(BASE, {"model": model}))
+    launched, replayed = emulated(config, captures=False), emulated(config, captures=True)
+    shapes = []
+    for _ in range(launched.total_steps):
+        assert losses_of(replayed, 1) == losses_of(launched, 1)
+        if replayed.capture._captured is not None:
+            shapes.append(replayed.capture._captured.dropout.shape)
+    assert list(dict.fromkeys(shapes)) == [(272, 272), (288, 288), ()]
+    ours = tensors_of(replayed)
+    for name, tensor in tensors_of(launched).items():
+        assert torch.equal(ours[name], tensor), name
 
 
 @pytest.mark.parametrize(("state_dropout", "captured"), [(0.5, True), (0.0, False)])

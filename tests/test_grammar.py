@@ -178,6 +178,19 @@ def test_many_symbols_are_kept_in_multiples_of_16(symbols, rate, left):
     assert torch.equal(kept.nonterminals, kept.nonterminals.sort().values)
 
 
+@pytest.mark.parametrize(("symbols", "levels"), [(256, 7), (1000, 25), (4096, 13), (16384, 13)])
+def test_while_the_rate_falls_numbers_of_symbols_stay(symbols, levels):
+    rates = [0.4 * (1.0 - step / 400) for step in range(400)]
+    draws = [draw_kept(symbols, 2 * symbols, rate, seed=0, step=0, falling=True) for rate in rates]
+    kept = [(len(draw.nonterminals), len(draw.preterminals)) for draw in draws]
+    assert kept == sorted(kept)
+    assert len({n for n, _ in kept}) == levels
+    for rate, numbers in zip(rates, kept, strict=True):
+        for size, number in zip((symbols, 2 * symbols), numbers, strict=True):
+            assert number < size
+            assert abs(number / size - (1.0 - rate)) <= max(0.04, 16 / size)
+
+
 @pytest.mark.parametrize("kept", [None, Kept(torch.tensor([0, 3]), torch.tensor([1, 2, 6]))], ids=["all", "dropout"])
 def test_gradients_gathered_on_the_grammar_equal_plain_autograd(kept):
     """Three micro-batches, one backward pass of the networks."""

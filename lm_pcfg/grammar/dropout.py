@@ -15,6 +15,9 @@ from torch import Tensor
 from flash_inside.dropout import hashed_dropout
 from lm_pcfg.grammar.families.sections import PCFGSection
 
+FEWEST_ROUNDED = 256  # symbols of which a round number is kept
+UNIT = 16  # rows of other lengths are unaligned in memory, and products of them several times slower on a GPU
+
 
 class Kept(NamedTuple):
     """Sorted numbers of the symbols that take part in a step."""
@@ -36,12 +39,28 @@ class KeptStates(NamedTuple):
         return KeptStates(*(numbers.to(device, non_blocking=True) for numbers in self))
 
 
-def draw_kept(nonterminals: int, preterminals: int, rate: float, *, seed: int, step: int) -> Kept | None:
-    """Draw the symbols that take part in a step; None keeps all."""
+def draw_kept(
+    nonterminals: int, preterminals: int, rate: float, *, seed: int, step: int, falling: bool = False
+) -> Kept | None:
+    """Draw the symbols that take part in a step; None keeps all. falling: the rate falls from step to step."""
     if rate <= 0.0:
         return None
     generator = _generator(seed, step)
-    return Kept(_subset(nonterminals, rate, generator), _subset(preterminals, rate, generator))
+    sizes = (nonterminals, preterminals)
+    return Kept(*(_subset(size, rate, generator, unit_of_levels(size) if falling else UNIT) for size in sizes))
+
+
+def unit_of_levels(size: int) -> int:
+    """Return how many symbols are added at a time while the rate falls: a 32nd to a 64th of many.
+
+    CUDA graphs serve one number of symbols, so each number should stay for many steps.
+    """
+    return max(1, size // 512) * UNIT
+
+
+def sizes_last(size: int) -> bool:
+    """Whether a rate that falls leaves the same number of symbols for many steps in a row."""
+    return size >= FEWEST_ROUNDED
 
 
 def draw_states(
@@ -59,15 +78,11 @@ def _generator(seed: int, step: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, step, 0xD809])))
 
 
-def _subset(size: int, rate: float, generator: np.random.Generator) -> Tensor:
-    """Draw the sorted numbers that are kept of 0..size-1.
-
-    Of 256 and more the nearest multiple of 16 is kept: rows of other lengths are unaligned in memory, and products of
-    them several times slower on a GPU.
-    """
+def _subset(size: int, rate: float, generator: np.random.Generator, unit: int = UNIT) -> Tensor:
+    """Draw the sorted numbers that are kept of 0..size-1: of many the nearest multiple of a unit."""
     count = max(1, round(size * (1.0 - rate)))
-    if size >= 256 and count < size:
-        count = min(max(16, round(count / 16) * 16), (size - 1) // 16 * 16)
+    if size >= FEWEST_ROUNDED and count < size:
+        count = min(max(unit, round(count / unit) * unit), (size - 1) // unit * unit)
     # Those with the smallest random numbers: half the time of generator.choice.
     return torch.from_numpy(np.sort(np.argpartition(generator.random(size), count - 1)[:count]))
 
@@ -118,7 +133,8 @@ class Dropout(NamedTuple):
     ) -> Dropout:
         """nonterminals: of the chart."""
         rate = state_dropout_rate(model, step, total_steps)
-        kept = draw_kept(nonterminals, model.preterminals, rate, seed=seed, step=step)
+        falling = model.state_dropout_until is not None
+        kept = draw_kept(nonterminals, model.preterminals, rate, seed=seed, step=step, falling=falling)
         return cls(kept, FeatureDropout.of_step(feature_rate, seed=seed, step=step))
 
     @property

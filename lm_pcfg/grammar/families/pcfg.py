@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_inside.devices import chart_memory
 from flash_inside.precision import chart_format
-from lm_pcfg.grammar.dropout import Dropout
+from lm_pcfg.grammar.dropout import Dropout, sizes_last
 from lm_pcfg.grammar.families.family import Family
 from lm_pcfg.grammar.families.sections import PCFGSection
 
@@ -70,9 +70,11 @@ class PCFGFamily(Family):
         )  # fmt: skip
 
     def can_capture(self, model: PCFGSection, dropout: Dropout) -> bool:
-        sizes_change = dropout.kept is not None and model.state_dropout_until is not None
-        nonterminals = self.chart_nonterminals(model) if dropout.kept is None else len(dropout.kept.nonterminals)
-        return not sizes_change and nonterminals <= LARGEST_CAPTURED_N
+        every = self.chart_nonterminals(model)
+        if dropout.kept is None:
+            return every <= LARGEST_CAPTURED_N
+        lasting = model.state_dropout_until is None or min(map(sizes_last, (every, model.preterminals)))
+        return lasting and len(dropout.kept.nonterminals) <= LARGEST_CAPTURED_N
 
 
 def cut_rows(

@@ -55,7 +55,11 @@ class PCFGSection(ModelSection):
         0.0, "fraction of the symbols left out at each step (of 256 and more, such that a multiple of 16 is left)"
     )
     state_dropout_until: float | None = setting(
-        None, "fraction of the steps over which state dropout falls linearly to 0; null: it stays", gt=0, le=1
+        None,
+        "fraction of the steps over which state dropout falls linearly to 0 (of many symbols in 16 to 64 levels); "
+        "null: it stays",
+        gt=0,
+        le=1,
     )
 
     @check(mode="before")
