@@ -19,7 +19,7 @@ import typer
 
 from lm_pcfg.commands import bench, doctor, export, fit, glossary, info, prepare, report, search, serve, train, verify
 from lm_pcfg.commands.output import WholeHelp
-from lm_pcfg.commands.text import evaluate, next_word, parse, sample, score, suite, surprisal
+from lm_pcfg.commands.text import evaluate, next_word, parse, sample, score, suite, surprisal, tag
 from lm_pcfg.console import say
 from lm_pcfg.errors import FailedElsewhere, LostContact, UserError, is_out_of_memory
 
@@ -29,6 +29,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "score": score.score,
     "parse": parse.parse,
     "evaluate": evaluate.evaluate,
+    "tag": tag.tag,
     "sample": sample.sample,
     "surprisal": surprisal.surprisal,
     "next": next_word.next_word,

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import signal
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from lm_pcfg.grammar import families
 from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.grammar.computation import EXACT, backward_through
 from lm_pcfg.grammar.dense import DenseGrammar
+from lm_pcfg.grammar.emission import Emission
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.grammar.markov import HiddenMarkovModel
 from lm_pcfg.storage import checkpoint
@@ -140,6 +142,35 @@ def test_probabilities_are_those_of_all_derivations_and_sum_to_one(name):
             for length, total in enumerate(of_lengths, start=1):
                 certain = compute(model.rules, torch.zeros(length, 3, dtype=torch.float64), [length], "fp64")
                 assert total == pytest.approx(certain.exp().item(), rel=1e-9)
+
+
+class OneTag(NamedTuple):
+    """An emission in which only one symbol may emit one of the words."""
+
+    emission: Emission
+    place: int
+    symbol: int
+
+    def log_probabilities(self, words: torch.Tensor) -> torch.Tensor:
+        table = self.emission.log_probabilities(words).clone()
+        others = torch.arange(table.shape[1]) != self.symbol
+        table[self.place, others] = -math.inf
+        return table
+
+
+@every_family
+def test_tags_have_the_posterior_of_all_derivations(name):
+    with torch.no_grad():
+        model = one_grammar(tiny(name)(EXACT))
+        some = [strings(model, 2)[-1], strings(model, 3)[1]]
+        tables = model.word_posteriors(torch.tensor([*some[0], *some[1]]), [2, 3], precision="fp64")
+        for string, table in zip(some, tables, strict=True):
+            whole = by_enumeration(model, string)
+            for place, row in enumerate(table.tolist()):
+                assert math.fsum(row) == pytest.approx(1.0, rel=1e-9)
+                for symbol, found in enumerate(row):
+                    of_tag = by_enumeration(model._replace(emission=OneTag(model.emission, place, symbol)), string)
+                    assert found == pytest.approx(of_tag / whole, rel=1e-9)
 
 
 @every_family

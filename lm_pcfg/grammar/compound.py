@@ -287,6 +287,19 @@ class Compound(NamedTuple):
         ]
 
     @torch.no_grad()
+    def word_posteriors(
+        self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto",
+        statistics: Statistics | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Posterior of the preterminals at every word: see `Grammar.word_posteriors`."""
+        how = {"precision": precision, "backend": backend, "statistics": statistics}
+        return [
+            table
+            for grammar, some in self.of_means(words, lengths)
+            for table in grammar.word_posteriors(some.words, some.lengths, **how)
+        ]
+
+    @torch.no_grad()
     def last_siblings(self, words: Tensor, lengths: list[int]) -> list[Tensor]:
         """Posterior of where the sibling of the last word begins: see `flash_inside.last_siblings`."""
         return [

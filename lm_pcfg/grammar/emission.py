@@ -14,14 +14,14 @@ each group instead of by all, but as the sum over the group: the average is the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flash_inside.softmax import log_normalizers, rounded
+from flash_inside.softmax import log_normalizers, product_precision, rounded
 
 #: Logit up to which fp32 is exact enough: logits are off by some 3e-7 of the largest. Beyond, all but training
 #: computes in fp64. A training that becomes unstable goes there: with logits of 2e8 some normalisers of fp32 were off
@@ -154,6 +154,19 @@ class Emission(NamedTuple):
         embeddings, features = (rounded(table, self.precision) for table in (words_given, self.features))
         columns = (embeddings @ features.mT - self.log_normalizers[:, None]).flatten(0, 1)
         return functional.embedding(places, columns.float() if self.widened else columns)
+
+    def posteriors(self, words: Tensor, lengths: list[int], log_likelihood: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Posterior of the preterminals at every word: [l, P] a sentence; zeros where it has probability 0.
+
+        It is the gradient of the sentence's log-likelihood by the log-probabilities of its words.
+        log_likelihood: log p(word | preterminal) [sum(lengths), P] -> that of each sentence [B]
+        """
+        with torch.no_grad(), product_precision("fp32"):
+            emissions = self.log_probabilities(words)
+        with torch.enable_grad():
+            emissions.requires_grad_()
+            (posterior,) = torch.autograd.grad(log_likelihood(emissions).sum(), emissions)
+        return list(posterior.split(lengths))
 
     def log_probabilities_of(self, preterminals: Tensor) -> Tensor:
         """Log-probabilities of all words given some preterminals: [n] numbers on the tables' device -> [n, V]."""

@@ -103,6 +103,15 @@ class Grammar(NamedTuple):
             emissions = self.emission.log_probabilities(words)
         return flash_inside.span_marginals(self.rules, emissions, lengths, precision, backend, statistics)
 
+    def word_posteriors(
+        self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto",
+        statistics: Statistics | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Posterior of the preterminals at every word: [l, P] a sentence, zeros where it has no tree."""
+        return self.emission.posteriors(
+            words, lengths, lambda some: flash_inside.inside(self.rules, some, lengths, precision, backend, statistics)
+        )
+
     @torch.no_grad()
     def last_siblings(self, words: Tensor, lengths: list[int]) -> list[Tensor]:
         """Posterior of where the sibling of the last word begins: see `flash_inside.last_siblings`."""

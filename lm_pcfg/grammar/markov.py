@@ -68,18 +68,15 @@ class HiddenMarkovModel(NamedTuple):
         return forward.log_likelihood_unchecked(self.chain, emissions, lengths, precision, backend)
 
     @torch.no_grad()
-    def posteriors(
-        self, words: Tensor, lengths: list[int], *, precision: str = "fp32", statistics: Statistics | None = None
-    ) -> list[Tensor]:
+    def word_posteriors(
+        self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto",
+        statistics: Statistics | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         """Posterior of the states at every word: [l, S] a sentence; zeros where it has probability 0."""
+        _check_backend(backend)
         with product_precision("fp32"):
             emissions = self.emission.log_probabilities(words)
         return list(forward.posteriors(self.chain, emissions, lengths, precision, statistics).split(lengths))
-
-    def decode(self, words: Tensor, lengths: list[int], *, precision: str = "fp32") -> list[list[int]]:
-        """Posterior decoding: the most probable state at every word, each by itself; none where there is no path."""
-        tables = self.posteriors(words, lengths, precision=precision)
-        return [table.argmax(1).tolist() if table.any() else [] for table in tables]
 
     def detached(self) -> HiddenMarkovModel:
         """The same values as leaves of a new graph, on which micro-batches accumulate their gradients."""

@@ -1,4 +1,4 @@
-"""Trees of lines of text: posteriors of spans of words, the consensus of several models, MBR and Viterbi.
+"""Trees of lines of text: posteriors of spans of words, the consensus of several models, MBR and Viterbi. Also tags.
 
 A model sees symbols: words, pieces of words, perhaps `<eos>` at the end. Trees are over the words of a line, so a table
 of span posteriors is cut down to the positions where words begin and end. Tables over words can be averaged whatever
@@ -24,10 +24,18 @@ PHRASE, TAG = "X", "T"  # labels of trees that have none
 NO_TREE = Tree((), (), ())
 
 
-class Parser(NamedTuple):
-    """A grammar that makes trees, with its vocabulary."""
+class Tags(NamedTuple):
+    """The most probable symbol at every word of a line, each word by itself."""
 
-    grammar: Any  # a distribution with `span_marginals` and perhaps `viterbi` and `sample_trees`
+    words: tuple[str, ...]  # as written
+    tags: tuple[str, ...]  # P7 is preterminal 7; S7 is state 7 of a hidden Markov model
+    probabilities: tuple[float, ...]  # posterior ones
+
+
+class Parser(NamedTuple):
+    """A grammar that makes trees, with its vocabulary; for tags any distribution."""
+
+    grammar: Any  # with `word_posteriors` and perhaps `span_marginals`, `viterbi` and `sample_trees`
     vocabulary: AnyVocabulary
     precision: str = "fp32"
     backend: str = "auto"
@@ -35,7 +43,8 @@ class Parser(NamedTuple):
     def check(self) -> None:
         """Refuse a model of a family without trees."""
         if not hasattr(self.grammar, "span_marginals"):
-            raise UserError(f"a {type(self.grammar).__name__} has no trees: parsing needs a model with a grammar")
+            name = type(self.grammar).__name__
+            raise UserError(f"a {name} has no trees, which need a model with a grammar; `tag` prints symbols of words")
 
     def check_has(self, method: str, what: str) -> None:
         """Refuse a grammar that lacks a method for trees."""
@@ -97,6 +106,29 @@ class Parser(NamedTuple):
                 if nodes:
                     trees[line] = labelled_tree(lines[line].split(), nodes, boundaries, n)
         return trees
+
+    def tags(self, lines: Sequence[str], statistics: Statistics | None = None) -> list[Tags | None]:
+        """Return the tags of every line: posterior decoding. A word of several pieces has the tag of its first.
+
+        None: the line has probability 0, or the model cannot tell its words apart.
+        """
+        results: list[Tags | None] = [None] * len(lines)
+        encoded = self.encode(lines)
+        if not encoded.lines:
+            return results
+        if not hasattr(self.grammar, "word_posteriors"):
+            raise UserError(f"a {type(self.grammar).__name__} has no symbols above its words, so there are no tags")
+        letter = "P" if hasattr(self.grammar, "nonterminals") else "S"
+        tables = self.grammar.word_posteriors(
+            torch.tensor(encoded.symbols), encoded.lengths, precision=self.precision, backend=self.backend,
+            statistics=statistics,
+        )  # fmt: skip
+        for line, table, boundaries in zip(encoded.lines, tables, encoded.boundaries, strict=True):
+            probabilities, symbols = (each.tolist() for each in table[boundaries[:-1]].max(1))
+            if probabilities[0] > 0.0:
+                names = tuple(f"{letter}{symbol}" for symbol in symbols)
+                results[line] = Tags(tuple(lines[line].split()), names, tuple(probabilities))
+        return results
 
 
 class Encoded(NamedTuple):

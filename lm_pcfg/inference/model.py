@@ -23,7 +23,7 @@ from lm_pcfg.distributed.collectives import prepare_cpu
 from lm_pcfg.distributed.sharing import ALONE, Ranks
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.likelihood import tell_long
-from lm_pcfg.grammar.parsing import NO_TREE, Parser, as_array, mbr_trees, mean_posteriors
+from lm_pcfg.grammar.parsing import NO_TREE, Parser, Tags, as_array, mbr_trees, mean_posteriors
 from lm_pcfg.inference.lines import OnLines, longest_line, unit_of
 from lm_pcfg.inference.next_word import NextWords, complete, log_probabilities_after
 from lm_pcfg.inference.sample import (
@@ -264,6 +264,25 @@ class Model:
                 tables[index] = as_array(mean, len(line.split()))
             on_lines(len(indices))
         return tables
+
+    def tags(self, lines: Sequence[str], *, on_lines: OnLines = unseen) -> list[Tags | None]:
+        """Return the most probable symbol at every word, each by itself, with its posterior probability.
+
+        Symbols are preterminals, P0, P1, ..., or the states of a hidden Markov model, S0, S1, ... Of compound models
+        they are those of the grammar of the posterior mean of z. None: a blank line, or one of probability 0.
+        """
+        _check_lines(lines)
+        if len(self.grammars) > 1:
+            raise UserError("symbols of different models have nothing in common: give one checkpoint for tags")
+        first = self.grammars[0]
+        tagger = Parser(first.grammar, first.vocabulary, self.precision)
+        results: list[Tags | None] = [None] * len(lines)
+        for indices in self._batches(lines, on_lines):
+            found = tagger.tags([lines[index] for index in indices], self.statistics)
+            for index, one in zip(indices, found, strict=True):
+                results[index] = one
+            on_lines(len(indices))
+        return results
 
     # ---- samples ----------------------------------------------------------------------------------------------------
 
