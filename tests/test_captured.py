@@ -8,7 +8,7 @@ import torch
 from graph_emulation import capturing
 from lm_pcfg.distributed import learner
 from lm_pcfg.distributed.engine import Engine
-from lm_pcfg.grammar.families import pcfg
+from lm_pcfg.grammar.families.shared import pcfg
 from lm_pcfg.grammar.likelihood import accumulate_gradients
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training import graphs
@@ -103,7 +103,7 @@ def test_sizes_that_change_often_are_not_captured(tmp_path, emulated):
 
 
 def test_every_level_of_a_falling_dropout_is_captured(tmp_path, emulated):
-    model = {"nonterminals": 300, "preterminals": 300, "state_dropout": 0.12, "state_dropout_until": 0.6}
+    model = {"nonterminals": 512, "preterminals": 512, "state_dropout": 0.0625, "state_dropout_until": 1.0}
     config = write_config(tmp_path, **merged(BASE, {"model": model}))
     launched, replayed = emulated(config, captures=False), emulated(config, captures=True)
     shapes = []
@@ -111,7 +111,7 @@ def test_every_level_of_a_falling_dropout_is_captured(tmp_path, emulated):
         assert losses_of(replayed, 1) == losses_of(launched, 1)
         if replayed.capture._captured is not None:
             shapes.append(replayed.capture._captured.dropout.shape)
-    assert list(dict.fromkeys(shapes)) == [(272, 272), (288, 288), ()]
+    assert list(dict.fromkeys(shapes)) == [(480, 480), (496, 496), ()]
     ours = tensors_of(replayed)
     for name, tensor in tensors_of(launched).items():
         assert torch.equal(ours[name], tensor), name

@@ -15,7 +15,7 @@ from lm_pcfg.grammar.contexts import (
     neighbour_information,
     singular_vectors,
 )
-from lm_pcfg.grammar.families.sections import Init, TablesSection
+from lm_pcfg.grammar.families.shared.sections import Init, TablesSection
 
 # 0 never occurs; 1 and 2 stand for one another between 3 and 4, 5 and 6 between 7 and 8.
 SENTENCES = [[3, 1, 4], [3, 2, 4], [7, 5, 8], [7, 6, 8], [3, 1, 4, 7, 5, 8], [3, 2, 4, 7, 6, 8]] * 20

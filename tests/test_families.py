@@ -19,7 +19,7 @@ from lm_pcfg.commands.train import train
 from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import families
-from lm_pcfg.grammar.families.family import Family
+from lm_pcfg.grammar.families.shared.family import Family
 from lm_pcfg.settings import ModelSection, setting
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import flash_inside
 from grammars import random_rules
-from lm_pcfg.grammar import analysis
+from lm_pcfg.grammar import analysis, families
 from lm_pcfg.grammar.computation import Computation, backward_through
 from lm_pcfg.grammar.dropout import Dropout, Kept, draw_kept
 from lm_pcfg.grammar.emission import Emission
@@ -178,17 +178,21 @@ def test_many_symbols_are_kept_in_multiples_of_16(symbols, rate, left):
     assert torch.equal(kept.nonterminals, kept.nonterminals.sort().values)
 
 
-@pytest.mark.parametrize(("symbols", "levels"), [(256, 7), (1000, 25), (4096, 13), (16384, 13)])
-def test_while_the_rate_falls_numbers_of_symbols_stay(symbols, levels):
-    rates = [0.4 * (1.0 - step / 400) for step in range(400)]
-    draws = [draw_kept(symbols, 2 * symbols, rate, seed=0, step=0, falling=True) for rate in rates]
-    kept = [(len(draw.nonterminals), len(draw.preterminals)) for draw in draws]
-    assert kept == sorted(kept)
-    assert len({n for n, _ in kept}) == levels
-    for rate, numbers in zip(rates, kept, strict=True):
+@pytest.mark.parametrize(("symbols", "shapes"), [(255, 109), (256, 14), (1000, 14), (4096, 14), (16384, 14)])
+def test_while_the_rate_falls_numbers_of_symbols_stay(symbols, shapes):
+    section = families.section_of("sn_pcfg").model_validate(
+        {"family": "sn_pcfg", "nonterminals": symbols, "state_dropout": 0.4, "state_dropout_until": 0.5}
+    )
+    drawn = [families.family_of(section).dropout(section, seed=0, step=step, total_steps=400) for step in range(400)]
+    kept = [None if one.kept is None else tuple(len(numbers) for numbers in one.kept) for one in drawn]
+    last = kept.index(None)
+    assert set(kept[last:]) == {None}
+    assert 190 <= last <= 200
+    assert kept[:last] == sorted(kept[:last])
+    assert len(set(kept)) == shapes
+    for step, numbers in enumerate(kept[:last]):
         for size, number in zip((symbols, 2 * symbols), numbers, strict=True):
-            assert number <= size
-            assert abs(number / size - (1.0 - rate)) <= max(0.04, 16 / size)
+            assert number / size == pytest.approx(1.0 - 0.4 * (1.0 - step / 200), abs=0.02 + 8 / size)
 
 
 @pytest.mark.parametrize("kept", [None, Kept(torch.tensor([0, 3]), torch.tensor([1, 2, 6]))], ids=["all", "dropout"])

@@ -230,6 +230,20 @@ def test_a_dry_run_expects_the_mean_step_not_the_costliest(steps, monkeypatch, s
     assert sentences == 3
 
 
+def test_a_dry_run_measures_steps_with_most_symbols(tmp_path, monkeypatch):
+    """State dropout that falls to 0 leaves out most at first."""
+    shapes, draw = [], Steps._dropout
+
+    def drawn(steps):
+        shapes.append(draw(steps).shape)
+        return draw(steps)
+
+    monkeypatch.setattr(Steps, "_dropout", drawn)
+    config = write_config(tmp_path, model={"state_dropout": 0.75, "state_dropout_until": 0.1})
+    trial.dry_run(load_settings(config))
+    assert set(shapes) == {()}
+
+
 def test_a_dry_run_expects_the_whole_evaluation_from_a_part(steps, monkeypatch):
     now = [0.0]
     sizes = []

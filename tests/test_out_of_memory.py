@@ -177,7 +177,7 @@ def test_a_model_without_room_for_the_rules_of_one_sentence_is_refused(monkeypat
     model = family.section(family="c_pcfg", nonterminals=3, preterminals=4, dimension=6, encoder=5, latent=2)
     needed = 4 * ((7**2 + 10) * 6 + 10 * 5 + 3 * 7**2)
     assert family.model_memory(model, 10, "cpu") == needed
-    monkeypatch.setattr("lm_pcfg.grammar.families.family.memory_of", lambda: needed - 1)
+    monkeypatch.setattr("lm_pcfg.grammar.families.shared.family.memory_of", lambda: needed - 1)
     with pytest.raises(OutOfMemory, match="not enough memory for such a model"):
         family.check_memory(model, 10, "cpu")
     assert family.check_memory(model, 10, "cuda") == needed - 4 * 3 * 7**2  # a GPU tells by itself when it is full

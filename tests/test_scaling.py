@@ -16,7 +16,7 @@ from lm_pcfg.bench.scaling import LINKS, Machines, predict, step_on_one_gpu
 from lm_pcfg.cli import app
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import families
-from lm_pcfg.grammar.families.sections import SNPCFGSection
+from lm_pcfg.grammar.families.shared.sections import SNPCFGSection
 
 LARGE = SNPCFGSection(nonterminals=4096)
 WORDS = 10_000

@@ -18,7 +18,7 @@ from lm_pcfg.corpus.batches import BatchOptions
 from lm_pcfg.corpus.vocabulary import VocabularyOptions
 from lm_pcfg.errors import SettingsError
 from lm_pcfg.grammar import families
-from lm_pcfg.grammar.families.sections import SECTIONS, Init
+from lm_pcfg.grammar.families.shared.sections import SECTIONS, Init
 from lm_pcfg.settings import Section, Settings
 from lm_pcfg.settings_file import dump_yaml, load_settings, settings_class
 

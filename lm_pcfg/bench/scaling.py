@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.families.sections import SNPCFGSection, TablesSection
+from lm_pcfg.grammar.families.shared.sections import SNPCFGSection, TablesSection
 
 Model = SNPCFGSection | TablesSection
 

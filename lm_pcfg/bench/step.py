@@ -52,7 +52,7 @@ from lm_pcfg.corpus.batches import Batch
 from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.emission import Emission
-from lm_pcfg.grammar.families.sections import PCFGSection
+from lm_pcfg.grammar.families.shared.sections import PCFGSection
 from lm_pcfg.settings import Settings
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training.graphs import STEPS_BEFORE_CAPTURE

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from lm_pcfg.corpus.sentences import Sentences
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.grammar.dense import DenseGrammar
+from lm_pcfg.grammar.dropout import Kept
 from lm_pcfg.grammar.families import family_of
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.inference.symbols import uses_in_text
@@ -32,17 +33,6 @@ from lm_pcfg.inference.trained import StoredModel, TrainedGrammar, grammar_tenso
 BATCH_COST = 8000  # words squared of a batch
 #: The settings that say how many symbols a chart has; the first that a family has counts.
 SIZES = ("rank", "nonterminals")
-
-
-class Kept(NamedTuple):
-    """The numbers of the symbols that stay, in their order."""
-
-    nonterminals: Tensor  # int64
-    preterminals: Tensor  # int64, from 0
-
-    def columns(self, n: int) -> Tensor:
-        """Return their numbers among all symbols: n nonterminals, then preterminals."""
-        return torch.cat((self.nonterminals, self.preterminals + n))
 
 
 def check_prunable(trained: TrainedGrammar) -> Grammar | DenseGrammar:

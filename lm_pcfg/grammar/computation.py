@@ -15,7 +15,7 @@ from torch import Tensor
 from lm_pcfg.corpus.batches import Batch
 from lm_pcfg.grammar.dropout import Dropout
 from lm_pcfg.grammar.emission import EmissionShards
-from lm_pcfg.grammar.families.family import Distribution
+from lm_pcfg.grammar.families.shared.family import Distribution
 
 
 class Computation(NamedTuple):

@@ -21,6 +21,7 @@ class EncodedText(NamedTuple):
     device: torch.device  # that computes with them
 
 
+TEXT_FOR_CONTEXTS = 5_000_000  # words of training text that are looked at
 NEIGHBOURS = {-1: 1.0, 1: 1.0, -2: 0.5, 2: 0.5}  # position beside the word: weight
 CONTEXTS = 2000  # words that count as neighbours: the most frequent; besides them the edge of the sentence does
 SMOOTHING = 0.75  # power of a neighbour's frequency, so that rare neighbours tell less
@@ -32,7 +33,8 @@ SMALLEST_STRENGTH = 1e-6  # of a singular vector, relative to the first; below i
 def context_vectors(text: EncodedText, words: int, dimension: int, seed: int) -> Tensor:
     """[words, dimension], each row of mean square 1; random for words that have no neighbours.
 
-    The same for any device and number of threads: rounding to bf16 hides in what order fp64 numbers are summed.
+    The same, but for rare roundings, for any device and number of threads: bf16 hides in what order fp64 numbers are
+    summed.
     """
     generator = torch.Generator().manual_seed(seed)
     information = neighbour_information(text.ids, text.lengths, words).to(text.device, torch.float64)

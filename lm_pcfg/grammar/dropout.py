@@ -13,20 +13,25 @@ import torch
 from torch import Tensor
 
 from flash_inside.dropout import hashed_dropout
-from lm_pcfg.grammar.families.sections import PCFGSection
+from lm_pcfg.grammar.families.shared.sections import PCFGSection
 
 FEWEST_ROUNDED = 256  # symbols of which a round number is kept
 UNIT = 16  # rows of other lengths are unaligned in memory, and products of them several times slower on a GPU
+LEVELS = 32  # a rate that falls is a multiple of a 32nd: CUDA graphs serve one number of symbols, so it should last
 
 
 class Kept(NamedTuple):
-    """Sorted numbers of the symbols that take part in a step."""
+    """Sorted numbers of the symbols that take part, in a step for instance."""
 
     nonterminals: Tensor  # [kept N] of 0..N-1
     preterminals: Tensor  # [kept P] of 0..P-1
 
     def to(self, device: torch.device) -> Kept:
         return Kept(*(numbers.to(device, non_blocking=True) for numbers in self))
+
+    def columns(self, n: int) -> Tensor:
+        """Return their numbers among all symbols: n nonterminals, then preterminals."""
+        return torch.cat((self.nonterminals, self.preterminals + n))
 
 
 class KeptStates(NamedTuple):
@@ -39,28 +44,12 @@ class KeptStates(NamedTuple):
         return KeptStates(*(numbers.to(device, non_blocking=True) for numbers in self))
 
 
-def draw_kept(
-    nonterminals: int, preterminals: int, rate: float, *, seed: int, step: int, falling: bool = False
-) -> Kept | None:
-    """Draw the symbols that take part in a step; None keeps all. falling: the rate falls from step to step."""
+def draw_kept(nonterminals: int, preterminals: int, rate: float, *, seed: int, step: int) -> Kept | None:
+    """Draw the symbols that take part in a step; None keeps all."""
     if rate <= 0.0:
         return None
     generator = _generator(seed, step)
-    sizes = (nonterminals, preterminals)
-    return Kept(*(_subset(size, rate, generator, unit_of_levels(size) if falling else UNIT) for size in sizes))
-
-
-def unit_of_levels(size: int) -> int:
-    """Return how many symbols are added at a time while the rate falls: a 32nd to a 64th of many.
-
-    CUDA graphs serve one number of symbols, so each number should stay for many steps.
-    """
-    return max(1, size // 512) * UNIT
-
-
-def sizes_last(size: int) -> bool:
-    """Whether a rate that falls leaves the same number of symbols for many steps in a row."""
-    return size >= FEWEST_ROUNDED
+    return Kept(_subset(nonterminals, rate, generator), _subset(preterminals, rate, generator))
 
 
 def draw_states(
@@ -78,20 +67,32 @@ def _generator(seed: int, step: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, step, 0xD809])))
 
 
-def _subset(size: int, rate: float, generator: np.random.Generator, unit: int = UNIT) -> Tensor:
-    """Draw the sorted numbers that are kept of 0..size-1: of many the nearest multiple of a unit."""
+def kept_of(size: int, rate: float) -> int:
+    """Return how many symbols are kept: of many the nearest multiple of 16."""
     count = max(1, round(size * (1.0 - rate)))
     if size >= FEWEST_ROUNDED and count < size:
-        count = min(max(unit, round(count / unit) * unit), (size - 1) // unit * unit)
+        count = min(max(UNIT, round(count / UNIT) * UNIT), (size - 1) // UNIT * UNIT)
+    return count
+
+
+def _subset(size: int, rate: float, generator: np.random.Generator) -> Tensor:
+    """Draw the sorted numbers that are kept of 0..size-1."""
+    count = kept_of(size, rate)
     # Those with the smallest random numbers: half the time of generator.choice.
     return torch.from_numpy(np.sort(np.argpartition(generator.random(size), count - 1)[:count]))
 
 
-def state_dropout_rate(model: PCFGSection, step: int, total_steps: int) -> float:
-    """Return the fraction of the symbols that a step, counted from 0, leaves out."""
+def falls_in_levels(nonterminals: int) -> bool:
+    """Whether a rate that falls stays the same for many steps in a row."""
+    return nonterminals >= FEWEST_ROUNDED
+
+
+def state_dropout_rate(model: PCFGSection, nonterminals: int, step: int, total_steps: int) -> float:
+    """Return the fraction of the symbols that a step, counted from 0, leaves out. nonterminals: of the chart"""
     if model.state_dropout_until is None:
         return model.state_dropout
-    return model.state_dropout * max(0.0, 1.0 - step / (model.state_dropout_until * total_steps))
+    rate = model.state_dropout * max(0.0, 1.0 - step / (model.state_dropout_until * total_steps))
+    return round(rate * LEVELS) / LEVELS if falls_in_levels(nonterminals) else rate
 
 
 class FeatureDropout(NamedTuple):
@@ -132,9 +133,8 @@ class Dropout(NamedTuple):
         cls, model: PCFGSection, nonterminals: int, feature_rate: float, *, seed: int, step: int, total_steps: int
     ) -> Dropout:
         """nonterminals: of the chart."""
-        rate = state_dropout_rate(model, step, total_steps)
-        falling = model.state_dropout_until is not None
-        kept = draw_kept(nonterminals, model.preterminals, rate, seed=seed, step=step, falling=falling)
+        rate = state_dropout_rate(model, nonterminals, step, total_steps)
+        kept = draw_kept(nonterminals, model.preterminals, rate, seed=seed, step=step)
         return cls(kept, FeatureDropout.of_step(feature_rate, seed=seed, step=step))
 
     @property

@@ -17,7 +17,7 @@ from flash_inside.devices import capture
 from lm_pcfg.console import warn
 from lm_pcfg.distributed.learner import Learner, Update
 from lm_pcfg.grammar.dropout import Dropout
-from lm_pcfg.grammar.families.family import Distribution
+from lm_pcfg.grammar.families.shared.family import Distribution
 
 STEPS_BEFORE_CAPTURE = 3  # kernels are compiled then, and Adam has its state
 #: Computes the model of a step: the module of the networks, or the same module with other weights.

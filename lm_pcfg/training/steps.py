@@ -30,7 +30,7 @@ from lm_pcfg.grammar.contexts import EncodedText
 from lm_pcfg.grammar.dropout import Dropout
 from lm_pcfg.grammar.emission import EmissionShards
 from lm_pcfg.grammar.families import family_of
-from lm_pcfg.grammar.families.family import Distribution
+from lm_pcfg.grammar.families.shared.family import Distribution
 from lm_pcfg.grammar.likelihood import accumulate_gradients
 from lm_pcfg.settings import Settings
 from lm_pcfg.storage.checkpoint import Loaded

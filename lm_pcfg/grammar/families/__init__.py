@@ -5,11 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lm_pcfg.grammar.families.sections import SECTIONS
+from lm_pcfg.grammar.families.shared.sections import SECTIONS
 from lm_pcfg.settings import ModelSection
 
 if TYPE_CHECKING:  # it imports torch
-    from lm_pcfg.grammar.families.family import Family
+    from lm_pcfg.grammar.families.shared.family import Family
 
 #: Family -> the file that has it, as a variable `FAMILY`.
 BUILT_IN = {

@@ -27,9 +27,9 @@ from lm_pcfg.grammar.compound import Compound, CompoundModule
 from lm_pcfg.grammar.computation import Computation
 from lm_pcfg.grammar.contexts import EncodedText
 from lm_pcfg.grammar.dense import DenseGrammar
-from lm_pcfg.grammar.families.pcfg import BYTES
-from lm_pcfg.grammar.families.sc_pcfg import CompoundFamily, CompoundTables
-from lm_pcfg.grammar.families.sections import CPCFGSection
+from lm_pcfg.grammar.families.shared.compound import CompoundFamily, CompoundTables
+from lm_pcfg.grammar.families.shared.family import BYTES
+from lm_pcfg.grammar.families.shared.sections import CPCFGSection
 from lm_pcfg.grammar.networks import ALL, LatentLinear, LatentNetwork, root_probabilities
 
 
@@ -54,7 +54,7 @@ class PairSentenceNetworks(CompoundTables):
         parents, tags, root_output = self.kept(computation)
         rows: slice | Tensor = ALL
         if (kept := computation.dropout.kept) is not None:
-            both = torch.cat((kept.nonterminals, kept.preterminals + self.nonterminals)).to(z.device)
+            both = kept.columns(self.nonterminals).to(z.device)
             rows = (both[:, None] * len(self.symbols) + both).flatten()  # of the pairs in the layer
         size = len(parents) + len(tags)
         logits = self.pairs(parents, z, rows)  # [B, N, (N+P)^2]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lm_pcfg.grammar.contexts import EncodedText
 from lm_pcfg.grammar.dropout import Dropout, draw_states
-from lm_pcfg.grammar.families.hmm import ChainOfStates, HMMFamily, NeuralHMM
-from lm_pcfg.grammar.families.sections import HMMSection, LHMMSection
+from lm_pcfg.grammar.families.shared.hmm import ChainOfStates, HMMFamily, NeuralHMM
+from lm_pcfg.grammar.families.shared.sections import HMMSection, LHMMSection
 
 
 class FeatureHMM(NeuralHMM):

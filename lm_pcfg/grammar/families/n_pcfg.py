@@ -31,8 +31,9 @@ from lm_pcfg.grammar.contexts import EncodedText
 from lm_pcfg.grammar.dense import DenseGrammar
 from lm_pcfg.grammar.dropout import Dropout
 from lm_pcfg.grammar.emission import Emission
-from lm_pcfg.grammar.families.pcfg import BYTES, PCFGFamily
-from lm_pcfg.grammar.families.sections import Init, NPCFGSection, PCFGSection
+from lm_pcfg.grammar.families.shared.family import BYTES
+from lm_pcfg.grammar.families.shared.pcfg import PCFGFamily
+from lm_pcfg.grammar.families.shared.sections import Init, NPCFGSection, PCFGSection
 from lm_pcfg.grammar.networks import FEW, initialise, residual_network, root_probabilities
 
 
@@ -70,7 +71,7 @@ class NeuralPCFG(nn.Module):
         if computation.dropout.kept is not None:
             kept = computation.dropout.kept.to(self.symbols.device)
             parents, tags = parents[kept.nonterminals], tags[kept.preterminals]
-            both = torch.cat((kept.nonterminals, kept.preterminals + n))
+            both = kept.columns(n)
             root_output = root_output[kept.nonterminals if self.one_word is None else both]
             pairs = (both[:, None] * len(self.symbols) + both).flatten()  # their rows in the layer
             weight, bias = weight[pairs], bias[pairs]

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lm_pcfg.grammar.contexts import EncodedText
-from lm_pcfg.grammar.families.hmm import ChainOfStates, HMMFamily, NeuralHMM
-from lm_pcfg.grammar.families.sections import HMMSection
+from lm_pcfg.grammar.families.shared.hmm import ChainOfStates, HMMFamily, NeuralHMM
+from lm_pcfg.grammar.families.shared.sections import HMMSection
 
 
 class FullHMM(NeuralHMM):

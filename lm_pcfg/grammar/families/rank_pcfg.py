@@ -44,11 +44,10 @@ from torch import Tensor, nn
 from flash_inside import rules_type
 from flash_inside.softmax import product_precision
 from lm_pcfg.grammar.computation import EXACT, Computation
-from lm_pcfg.grammar.contexts import EncodedText, context_vectors
+from lm_pcfg.grammar.contexts import TEXT_FOR_CONTEXTS, EncodedText, context_vectors
 from lm_pcfg.grammar.emission import Emission
-from lm_pcfg.grammar.families.pcfg import PCFGFamily
-from lm_pcfg.grammar.families.sections import RankPCFGSection
-from lm_pcfg.grammar.families.sn_pcfg import TEXT_FOR_CONTEXTS
+from lm_pcfg.grammar.families.shared.pcfg import PCFGFamily
+from lm_pcfg.grammar.families.shared.sections import RankPCFGSection
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.grammar.networks import FEW, initialise, residual_network, root_probabilities
 

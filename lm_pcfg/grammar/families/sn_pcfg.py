@@ -10,14 +10,12 @@ from torch import Tensor, nn
 from flash_inside import rules_type
 from flash_inside.softmax import child_probabilities, operand, product_precision
 from lm_pcfg.grammar.computation import EXACT, Computation
-from lm_pcfg.grammar.contexts import EncodedText, context_vectors
+from lm_pcfg.grammar.contexts import TEXT_FOR_CONTEXTS, EncodedText, context_vectors
 from lm_pcfg.grammar.emission import Emission
-from lm_pcfg.grammar.families.pcfg import PCFGFamily, cut_rows
-from lm_pcfg.grammar.families.sections import PCFGSection, SNPCFGSection
+from lm_pcfg.grammar.families.shared.pcfg import PCFGFamily, cut_rows
+from lm_pcfg.grammar.families.shared.sections import PCFGSection, SNPCFGSection
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.grammar.networks import FEW, ResidualLayer, initialise, residual_network, root_probabilities, rotation
-
-TEXT_FOR_CONTEXTS = 5_000_000  # words of training text that tell how words begin, with `init: contexts`
 
 
 class SimplePCFG(nn.Module):
@@ -116,7 +114,7 @@ class SimplePCFG(nn.Module):
             nonterminals, preterminals = nonterminals[kept.nonterminals], preterminals[kept.preterminals]
             root_rows = kept.nonterminals
             if self.roots > self.nonterminals:
-                root_rows = torch.cat((kept.nonterminals, kept.preterminals + self.nonterminals))
+                root_rows = kept.columns(self.nonterminals)
             of_root = of_root[root_rows]
         elif self.roots < len(of_root):  # a slice of all rows would cost two passes over its gradient
             of_root = of_root[: self.roots]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lm_pcfg.grammar.computation import EXACT, Computation
 from lm_pcfg.grammar.contexts import EncodedText
 from lm_pcfg.grammar.emission import Emission
-from lm_pcfg.grammar.families.pcfg import PCFGFamily, cut_rows
-from lm_pcfg.grammar.families.sections import PCFGSection, TablesSection
+from lm_pcfg.grammar.families.shared.pcfg import PCFGFamily, cut_rows
+from lm_pcfg.grammar.families.shared.sections import PCFGSection, TablesSection
 from lm_pcfg.grammar.grammar import Grammar
 
 
@@ -54,7 +54,7 @@ class TablePCFG(nn.Module):
         root, left, right, emission = tables
         if computation.dropout.kept is not None:
             kept = computation.dropout.kept.to(emission.device)
-            columns = torch.cat((kept.nonterminals, kept.preterminals + self.nonterminals))
+            columns = kept.columns(self.nonterminals)
             root = root[columns if len(root) > self.nonterminals else kept.nonterminals]
             left, right = (side[kept.nonterminals][:, columns] for side in (left, right))
             emission = emission[kept.preterminals]

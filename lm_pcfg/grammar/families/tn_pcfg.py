@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lm_pcfg.grammar.families.rank_pcfg import LowRankFamily
-from lm_pcfg.grammar.families.sections import RankPCFGSection, TNPCFGSection
+from lm_pcfg.grammar.families.shared.sections import RankPCFGSection, TNPCFGSection
 
 
 class SeparateNetworks(nn.Module):

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from flash_inside.devices import chart_memory
 from flash_inside.precision import chart_format
-from lm_pcfg.grammar.dropout import Dropout, sizes_last
-from lm_pcfg.grammar.families.family import Family
-from lm_pcfg.grammar.families.sections import PCFGSection
+from lm_pcfg.grammar.dropout import Dropout, falls_in_levels, kept_of
+from lm_pcfg.grammar.families.shared.family import BYTES, Family
+from lm_pcfg.grammar.families.shared.sections import PCFGSection
 
-BYTES = 4  # of a number in fp32
 #: Nonterminals of a step. More hide the launches, and the graphs' own memory (gradients of the rules, logits) would be
 #: gigabytes.
 LARGEST_CAPTURED_N = 8192
@@ -46,7 +45,7 @@ class PCFGFamily(Family):
 
     def _most_of_a_step(self, model: PCFGSection) -> int:
         """Return how many nonterminals state dropout leaves at most."""
-        return max(1, int(self.share_of_a_step(model) * self.chart_nonterminals(model)))
+        return kept_of(self.chart_nonterminals(model), 1.0 - self.share_of_a_step(model))
 
     def share_of_a_step(self, model: PCFGSection) -> float:
         """Return the share of the symbols that state dropout leaves at most: all, where it falls to 0."""
@@ -73,7 +72,7 @@ class PCFGFamily(Family):
         every = self.chart_nonterminals(model)
         if dropout.kept is None:
             return every <= LARGEST_CAPTURED_N
-        lasting = model.state_dropout_until is None or min(map(sizes_last, (every, model.preterminals)))
+        lasting = model.state_dropout_until is None or falls_in_levels(every)
         return lasting and len(dropout.kept.nonterminals) <= LARGEST_CAPTURED_N
 
 

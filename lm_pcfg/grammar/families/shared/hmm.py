@@ -19,14 +19,12 @@ from torch import Tensor, nn
 from flash_inside.precision import chart_format
 from flash_inside.softmax import product_precision
 from lm_pcfg.grammar.computation import EXACT, Computation
-from lm_pcfg.grammar.dropout import Dropout, draw_states
+from lm_pcfg.grammar.dropout import Dropout, draw_states, kept_of
 from lm_pcfg.grammar.emission import Emission
-from lm_pcfg.grammar.families.family import Family
-from lm_pcfg.grammar.families.sections import HMMSection, Init
+from lm_pcfg.grammar.families.shared.family import BYTES, Family
+from lm_pcfg.grammar.families.shared.sections import HMMSection, Init
 from lm_pcfg.grammar.markov import HiddenMarkovModel
 from lm_pcfg.grammar.networks import initialise
-
-BYTES = 4  # of a number in fp32
 
 
 class ChainOfStates(NamedTuple):
@@ -100,7 +98,7 @@ class HMMFamily(Family):
 
     def chain_states(self, model: Any) -> int:
         """Return the states of the chain of a step."""
-        return int((1.0 - model.state_dropout) * model.states)
+        return kept_of(model.states, model.state_dropout)
 
     def transition_numbers(self, model: Any) -> int:
         """Return how many numbers the transitions have."""

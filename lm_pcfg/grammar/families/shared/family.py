@@ -21,12 +21,23 @@ from lm_pcfg.grammar.contexts import EncodedText
 from lm_pcfg.grammar.dropout import Dropout
 from lm_pcfg.settings import ModelSection
 
+BYTES = 4  # of a number in fp32
+
 
 class Distribution(Protocol):
     """A distribution over sentences: what the forward pass of a family's module returns, once an optimizer step.
 
-    It is a NamedTuple of tensors (or of NamedTuples): engines look for tensors in tuples. Where a check of the numbers
-    can wait until the device has work, it also has `log_likelihood_unchecked` (lm_pcfg/grammar/grammar.py).
+    It is a NamedTuple of tensors (or of NamedTuples): engines look for tensors in tuples. Here is what it must have.
+    It may have more, as the `Grammar` does (lm_pcfg/grammar/grammar.py); a command that needs what a distribution
+    lacks refuses it in one line:
+
+        log_likelihood_unchecked            checks of the numbers wait until the device has work
+        nonterminals                        number of symbols of its chart, whose memory is planned
+        span_marginals, last_siblings       trees (`parse`, `evaluate`), the second with explicit ends
+        viterbi, sample_trees               labelled trees, and those drawn for a sentence
+        word_posteriors                     `tag`
+        with_root_over_nonterminals         `--root nonterminals`
+        warning                             what a user should know before figures are believed
     """
 
     @property

@@ -56,8 +56,8 @@ class PCFGSection(ModelSection):
     )
     state_dropout_until: float | None = setting(
         None,
-        "fraction of the steps over which state dropout falls linearly to 0 (of many symbols in 16 to 64 levels); "
-        "null: it stays",
+        "fraction of the steps over which state dropout falls to 0, linearly (with 256 nonterminals and more in "
+        "32nds of the symbols); null: it stays",
         gt=0,
         le=1,
     )
@@ -121,7 +121,7 @@ class NPCFGSection(PCFGSection):
     @check(mode="after")
     def _tables(self) -> NPCFGSection:
         if self.init.scheme == "contexts":
-            raise ValueError("init: contexts belongs to family sn_pcfg; use normal(symbols, words)")
+            raise ValueError("init: contexts is of sn_pcfg, rank_pcfg and tn_pcfg; use normal(symbols, words)")
         return self
 
 
@@ -165,7 +165,7 @@ class HMMSection(ModelSection):
         if self.eos != "explicit":
             raise ValueError("eos: implicit is of grammars; a hidden Markov model ends in a word, so use eos: explicit")
         if self.init.scheme == "contexts":
-            raise ValueError("init: contexts belongs to family sn_pcfg; use normal(states, words)")
+            raise ValueError("init: contexts is of sn_pcfg, rank_pcfg and tn_pcfg; use normal(states, words)")
         return self
 
 
