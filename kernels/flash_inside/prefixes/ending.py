@@ -33,7 +33,7 @@ from flash_inside.rules import Rules
 STEPS_BEFORE_NEWTON = 200
 NEWTON_STEPS = 100
 #: Relative change of every component at which m is found.
-TOLERANCE = 1e-15
+SMALLEST_CHANGE = 1e-15
 #: Rows whose sum is off by so many roundings of their type are meant to sum to 1.
 ROUNDINGS = 16
 #: Row sums of an inverse up to which fp64 is trusted: about 1e-16 times this is lost.
@@ -150,7 +150,7 @@ def ending_probabilities(left: Tensor, right: Tensor) -> tuple[Tensor, bool]:
         if not change.isfinite().all():  # critical to the last digit; or rules with NaN
             break
         m = torch.where(can_end, m + change.clamp(min=0.0), 0.0).clamp(max=most)
-        if not ((m - before).abs() > TOLERANCE * m).any():
+        if not ((m - before).abs() > SMALLEST_CHANGE * m).any():
             found = True
             break
     spread = _solve(derivative(m), torch.ones_like(m)[:, None])  # how far m is off where f(m) is off by 1
