@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,16 +14,20 @@ from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 
 import processes
+import training_runs
 from command_line import lm_pcfg, ran, refusal
 from flash_inside.dense import PairRules
 from flash_inside.softmax import log_normalizers, normalizers
 from lm_pcfg import load
+from lm_pcfg.corpus.vocabulary import Vocabulary, VocabularyOptions
 from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.grammar import compound, families
 from lm_pcfg.grammar.compound import Posterior, sentence_noise
 from lm_pcfg.grammar.computation import EXACT, Computation, backward_through
 from lm_pcfg.grammar.dropout import Dropout, Latent, draw_kept
 from lm_pcfg.inference.bounds import Bounds
+from lm_pcfg.inference.sample import Drawn, draw_samples
+from lm_pcfg.inference.trained import TrainedGrammar, load_trained
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import read_metrics
@@ -232,6 +237,51 @@ def test_a_sentence_has_the_same_bound_in_any_batch(family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weight", [0.0, 0.25])
+def test_the_bound_counts_so_much_of_the_divergence(weight, family):
+    """With the same noise; `log_likelihood_unchecked` is what training computes."""
+    module, found = make_model(family), {}
+    with torch.no_grad():
+        divergence = module().posterior(WORDS, LENGTHS).divergence()
+        for of_divergence in (weight, 1.0):
+            model = module(Computation(dropout=Dropout(latent=Latent(2, 5, of_divergence))))
+            checked = model.log_likelihood(WORDS, LENGTHS, precision="fp64")
+            unchecked, _ = model.log_likelihood_unchecked(WORDS, LENGTHS, precision="fp64")
+            found[of_divergence] = torch.stack((checked, unchecked))
+    torch.testing.assert_close(found[weight], found[1.0] + (1.0 - weight) * divergence)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_and_tags_are_of_the_grammar_of_the_posterior_mean(family):
+    with torch.no_grad():
+        model = make_model(family)()
+        spans = model.span_marginals(WORDS, LENGTHS, precision="fp64")
+        tags = model.word_posteriors(WORDS, LENGTHS, precision="fp64")
+        siblings = model.last_siblings(WORDS, LENGTHS)
+        for number, (words, length) in enumerate(zip(WORDS.split(LENGTHS), LENGTHS, strict=True)):
+            grammar, alone = model.given(model.posterior(words, [length]).mean, [length]), (words, [length])
+            torch.testing.assert_close(spans[number], grammar.span_marginals(*alone, precision="fp64")[0])
+            torch.testing.assert_close(tags[number], grammar.word_posteriors(*alone, precision="fp64")[0])
+            torch.testing.assert_close(siblings[number], grammar.last_siblings(*alone)[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_root_over_nonterminals_is_renormalised(family):
+    """In the grammar of every sentence; one of a single word has no tree then."""
+    module = make_model(family)
+    with torch.no_grad():
+        module.networks.one_word.fill_(0.5)  # S -> preterminal has 62 % of the mass
+        model, paper, z = module(), module().with_root_over_nonterminals(), some_z(len(LENGTHS))
+        mass = model.given(z, LENGTHS).root[:, :N].sum(1)
+        assert ((mass > 0.3) & (mass < 0.4)).all()
+        of_z = [some.given(z, LENGTHS).log_likelihood(WORDS, LENGTHS, precision="fp64") for some in (model, paper)]
+        bounds = [some.log_likelihood(WORDS, LENGTHS, precision="fp64") for some in (model, paper)]
+    for plain, changed in (of_z, bounds):
+        assert changed[0] == -math.inf
+        torch.testing.assert_close(changed[1:], (plain - mass.log())[1:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bounds_are_below_the_likelihood_by_quadrature(family):
     """With z of one number, p(x) is an integral over a line."""
     module = make_model(family, latent=1, seed=1)
@@ -259,7 +309,7 @@ def test_bounds_are_below_the_likelihood_by_quadrature(family):
     assert log_w.mean() == pytest.approx(elbo, abs=4 * error)
     assert bounds.mean().item() == pytest.approx(elbo, abs=4 * bounds.std().item() / math.sqrt(40))
     by_hand = Bounds(draws)
-    by_hand.add(log_w)
+    by_hand.add(log_w, [words.numpy()])
     assert by_hand.elbo[0] <= by_hand.weighted[0]
     assert math.sqrt(by_hand.elbo_variance) == pytest.approx(error, rel=0.01)
     assert by_hand.weighted[0] == pytest.approx(truth, abs=4 * math.sqrt(by_hand.weighted_variance))
@@ -281,6 +331,25 @@ def test_samples_have_grammars_of_latent_vectors_from_the_prior(family):
         again = next(model.drawn(1, seed=3)).emission.log_probabilities(torch.tensor([0]))[0].exp()
     assert torch.equal(again, drawn[0])
     assert ((drawn.mean(0) - expected).abs() < 4 * drawn.std(0) / math.sqrt(number)).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_sample_has_a_latent_vector_of_its_own(family):
+    """Here the sign of z decides the words: those of one sample are the same, those of samples are not."""
+    module = make_model(family, latent=1, words=2)
+    networks = module.networks
+    with torch.no_grad():
+        for table in (networks.words, *networks.emission_network.parameters()):
+            table.zero_()
+        networks.emission_network.linear.weight[0, -1] = 1.0  # the first feature is z
+        networks.words[1, 0] = 1e6
+        vocabulary = Vocabulary(["<unk>", "a"], VocabularyOptions())
+        one = TrainedGrammar(module(), vocabulary, None, Path("nowhere"), {}, "raw", 0, fewest_symbols=1)
+        samples = list(draw_samples([one], 100, seed=1, max_length=50, drawn=Drawn()))
+    words = [set(sample.text.split()) for sample in samples]
+    assert all(len(of_sample) == 1 for of_sample in words)
+    assert any(len(sample.text.split()) > 2 for sample in samples)
+    assert all(words.count({word}) > len(words) / 4 for word in vocabulary.words)
 
 
 # ---- gradients and memory -------------------------------------------------------------------------------------------
@@ -330,7 +399,7 @@ def test_narrow_rules_have_wide_gradients():
 def test_no_tensor_of_preterminals_by_words_by_sentences_is_made(family, monkeypatch):
     monkeypatch.setattr(log_normalizers, "__defaults__", ("fp32", 2000, True))  # logits at a time, whatever the sizes
     monkeypatch.setattr(normalizers, "KEPT_FROM", {"cpu": 1})  # probabilities of one grammar are kept; these are not
-    words, tags, sentences = 600, 20, 8
+    words, tags, sentences = 6000, 20, 8
     module = make_model(family, words=words, preterminals=tags, dimension=4, encoder=4, dtype=torch.float32)
     ids = torch.arange(4 * sentences)
     with LargestTensor() as seen:
@@ -338,7 +407,7 @@ def test_no_tensor_of_preterminals_by_words_by_sentences_is_made(family, monkeyp
         leaves = model.detached()
         leaves.log_likelihood(ids, [4] * sentences).sum().backward()
         backward_through(model, leaves).backward()
-    assert seen.elements < tags * words * sentences
+    assert seen.elements < tags * words  # those of one sentence: 120,000
 
 
 # ---- training and commands ------------------------------------------------------------------------------------------
@@ -407,6 +476,21 @@ def test_through_the_commands(family, tmp_path):
         assert "has no Viterbi trees" in refusal(tmp_path, "parse", "valid.txt", *here, "--method", "viterbi")
         assert "rules over pairs of children only" in refusal(tmp_path, "info", *here, "--grammar")
     assert "use normal(symbols, words)" in refusal(tmp_path, "train", "--config", config, "model.init=contexts(1, 1)")
+
+
+def test_the_logged_divergence_is_the_mean_of_the_sentences(tmp_path):
+    """Whatever the batches of the evaluation."""
+    model = {"family": "sc_pcfg", "latent": 3, "encoder": 4}
+    folder = training_runs.run(tmp_path, model=model, training={"max_steps": 1}, evaluation={"batch_cost": 100})
+    (logged,) = [line["valid/kl"] for line in read_metrics(folder / "metrics.jsonl") if "valid/kl" in line]
+    trained = load_trained(folder, device="cpu")
+    lines = (tmp_path / "valid.txt").read_text().splitlines()
+    with torch.no_grad():
+        divergences = [
+            trained.grammar.posterior(torch.tensor(ids), [len(ids)]).divergence().item()
+            for ids in trained.vocabulary.tokenise(lines)
+        ]
+    assert logged == pytest.approx(np.mean(divergences), rel=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -82,6 +82,19 @@ def test_dropout_renormalises_over_what_is_kept():
     torch.testing.assert_close(part.emission.log_probabilities(words), expected)
 
 
+def test_the_root_over_nonterminals_is_renormalised():
+    """A sentence of one word has no tree then."""
+    module, words, lengths = make_model(), torch.tensor([3, 0, 2, 1, 2, 0]), [1, 2, 3]
+    with torch.no_grad():
+        module.one_word.fill_(0.5)  # S -> preterminal has 62 % of the mass
+        grammar = module(EXACT)
+        paper = grammar.with_root_over_nonterminals()
+        plain, changed = (some.log_likelihood(words, lengths, precision="fp64") for some in (grammar, paper))
+    assert paper.root.sum().item() == pytest.approx(1.0, rel=1e-12)
+    assert changed[0] == -math.inf
+    torch.testing.assert_close(changed[1:], plain[1:] - grammar.root[: grammar.nonterminals].sum().log())
+
+
 def test_strings_and_samples_have_the_same_probabilities():
     with torch.no_grad():
         grammar = make_model(words=2, preterminals=5, init="normal(1, 1)")(EXACT)

@@ -21,6 +21,7 @@ from lm_pcfg import load
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import families, markov
 from lm_pcfg.grammar.computation import EXACT, backward_through
+from lm_pcfg.grammar.dropout import Dropout, KeptStates
 from lm_pcfg.grammar.emission import Emission
 from lm_pcfg.grammar.generation import sample_sequences
 from lm_pcfg.grammar.markov import HiddenMarkovModel
@@ -172,6 +173,24 @@ def test_state_dropout_leaves_out_states(name):
     assert torch.isfinite(model.log_likelihood(torch.tensor([1, 2, 0]), [3])).all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_state_dropout_is_the_model_of_the_kept_rows(name):
+    """Tables are cut by hand. The rank variable of a rank HMM, which emits the words, stays whole."""
+    kept = KeptStates(torch.tensor([1, 3, 4]), torch.tensor([0, 2]))
+    whole, part = tiny_model(name), tiny_model(name, states=3, **({"features": 2} if name == "lhmm" else {}))
+    tables = whole.state_dict()
+    for table in ("first_states", "predecessors", "successors", *(() if name == "rank_hmm" else ("emitting",))):
+        tables[table] = tables[table][kept.states]
+    if name == "lhmm":
+        tables["projection"] = tables["projection"][:, kept.features]
+    part.load_state_dict(tables)
+    words, lengths = torch.tensor([1, 2, END, END, 2, 2, 1, END]), [3, 1, 4]
+    with torch.no_grad():
+        expected = part(EXACT).log_likelihood(words, lengths, precision="fp64")
+        model = whole(EXACT._replace(dropout=Dropout(states=kept)))
+        torch.testing.assert_close(model.log_likelihood(words, lengths, precision="fp64"), expected)
+
+
 def test_posterior_decoding():
     """Word 1 comes from state 0, word 2 from state 1, the end from either."""
     features = torch.tensor([[5.0, 40.0, 0.0], [5.0, 0.0, 40.0]])
@@ -289,7 +308,7 @@ def test_implicit_ends_and_triton_are_refused_in_one_line(tmp_path):
     config = str(config_of("nhmm", tmp_path))
     message = refusal("train", "--config", config, "model.eos=implicit", cwd=tmp_path)
     assert "a hidden Markov model ends in a word, so use eos: explicit" in message
-    assert "init: contexts belongs to family sn_pcfg" in refusal(
+    assert "init: contexts is of sn_pcfg, rank_pcfg and tn_pcfg" in refusal(
         "train", "--config", config, "model.init=contexts(1, 1)", cwd=tmp_path
     )
     with torch.no_grad(), pytest.raises(UserError, match="choose their kernels; use inside"):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 from flash_inside import Statistics
 from flash_inside.devices import memory_of
@@ -38,6 +39,8 @@ from lm_pcfg.grammar.grammar import Grammar
 
 #: Without gradients, sentences are computed in chunks whose rules and charts take this part of the device's memory.
 CHUNK = 0.1
+#: With gradients, in chunks that take this part of it. They have logits and gradients, too: so many times the memory.
+CHUNK_WITH_GRADIENTS, MORE_WITH_GRADIENTS = 0.5, 4
 #: What `log_likelihood` estimates: the bound, log p(x, z) - log q(z | x) (an importance weight), or the KL term.
 Estimate = Literal["bound", "weight", "kl"]
 
@@ -227,7 +230,9 @@ class Compound(NamedTuple):
         if not lengths:
             nothing = self.tensors[0].new_zeros(0)
             return nothing, nothing.bool()
-        parts = [self._of_chunk(some, compute) for some in self._chunks(words, lengths, limits)]
+        chunks = list(self._chunks(words, lengths, limits))
+        again = torch.is_grad_enabled() and len(chunks) > 1
+        parts = [self._of_chunk_twice(some, compute) if again else self._of_chunk(some, compute) for some in chunks]
         return tuple(torch.cat(of_all) for of_all in zip(*parts, strict=True))
 
     def _of_chunk(self, some: _Chunk, compute: Callable[[Any, _Chunk], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -244,6 +249,17 @@ class Compound(NamedTuple):
         log_p, *others = _through_entrances(grammar, lambda leaves: compute(leaves, some))
         return (log_p - cost, *others)
 
+    def _of_chunk_twice(self, some: _Chunk, compute: Callable[[Any, _Chunk], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Compute a chunk without what its backward pass needs, which is made anew there: one chunk's at a time."""
+        of_networks = len(self.networks.weights)
+
+        def with_weights(*weights: Tensor) -> tuple[Tensor, ...]:
+            networks = self.networks._replace(weights=weights[:of_networks])
+            encoder = self.encoder._replace(weights=weights[of_networks:])
+            return self._replace(networks=networks, encoder=encoder)._of_chunk(some, compute)
+
+        return checkpoint(with_weights, *self.tensors, use_reentrant=True, preserve_rng_state=False)
+
     def posterior(self, words: Tensor, lengths: list[int]) -> Posterior:
         with product_precision(self.computation.precision):
             return self.encoder(words, lengths)
@@ -255,11 +271,9 @@ class Compound(NamedTuple):
         return grammar.with_root_over_nonterminals() if self.over_nonterminals else grammar
 
     def _chunks(self, words: Tensor, lengths: list[int], limits: np.ndarray | None = None) -> Iterator[_Chunk]:
-        """Without gradients, yield some sentences at a time: what is kept for a backward pass is kept anyway."""
-        if torch.is_grad_enabled():
-            yield _Chunk(words, lengths, limits)
-            return
-        memory = CHUNK * memory_of(self.tensors[0].device)
+        """Yield so many sentences at a time as there is memory for."""
+        memory = float(memory_of(self.tensors[0].device))
+        memory *= CHUNK_WITH_GRADIENTS / MORE_WITH_GRADIENTS if torch.is_grad_enabled() else CHUNK
         for chunk in self.networks.module.chunks(lengths, self.computation.charts, memory):
             some = range(chunk.start, chunk.stop)
             own_limits = None if limits is None else taken(limits, lengths, some)

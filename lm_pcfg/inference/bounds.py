@@ -11,7 +11,9 @@ of the estimate. Its standard error comes from the spread of log w_k, or, for th
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +44,7 @@ class Bounds:
     weighted: list[float] = field(default_factory=list)  # nats
     elbo_variance: float = 0.0
     weighted_variance: float = 0.0
+    seen: Counter[int] = field(default_factory=Counter)  # how often each line was there, by a hash of its words
 
     def score(
         self, one: TrainedGrammar, sentences: Sentences, *, precision: str, backend: str, batch_cost: int,
@@ -60,19 +63,27 @@ class Bounds:
             for draw in range(self.samples)
         ])  # fmt: skip
         elbo = log_w.mean(0)
-        self.add(log_w[:, np.isfinite(elbo)])
+        there = np.isfinite(elbo)
+        self.add(log_w[:, there], [sentences[number] for number in np.flatnonzero(there).tolist()])
         return elbo
 
-    def add(self, log_w: np.ndarray) -> None:
-        """log_w: [K, lines]"""
+    def add(self, log_w: np.ndarray, ids: Sequence[np.ndarray]) -> None:
+        """log_w: [K, lines]; ids: the words of each line. Equal lines have the same z, so their errors are the same."""
         highest = log_w.max(0, initial=-math.inf)
         w = np.exp(log_w - highest)
         mean = w.mean(0)
         self.elbo += log_w.mean(0).tolist()
         self.weighted += (highest + np.log(mean)).tolist()
         if self.samples > 1:
-            self.elbo_variance += float(log_w.var(0, ddof=1).sum()) / self.samples
-            self.weighted_variance += float((w.var(0, ddof=1) / mean**2).sum()) / self.samples
+            more = np.array([self._more_of_variance(words) for words in ids])
+            self.elbo_variance += float(more @ log_w.var(0, ddof=1)) / self.samples
+            self.weighted_variance += float(more @ (w.var(0, ddof=1) / mean**2)) / self.samples
+
+    def _more_of_variance(self, words: np.ndarray) -> float:
+        """Return how many times its own variance a line adds: the sum of c equal ones has c^2 times that of one."""
+        line = int.from_bytes(hashlib.blake2b(words.astype(np.int64).tobytes(), digest_size=8).digest(), "little")
+        self.seen[line] += 1
+        return 2.0 * self.seen[line] - 1.0
 
     def report(self, tokens: int) -> dict[str, Any]:
         """What `lm_pcfg score` adds to its report: perplexities per token, which are upper bounds, and their errors."""

@@ -123,6 +123,7 @@ def _likelihood(model: Model, name: str, lines: Sequence[str], warn: Callable[[s
     words = sum(len(line.split()) for line, has in zip(lines, there.tolist(), strict=True) if has)
     total = CorpusScore(-math.fsum(scores[there].tolist()), words, int(there.sum()), impossible=0)
     return {
+        **({"ppl_is": "an upper bound (evidence lower bound)"} if model.is_bound else {}),
         "ppl": total.perplexity if words else None,
         "ppl_words": total.words_perplexity if words else None,
         "nll": total.nll,

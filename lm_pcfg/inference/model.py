@@ -22,6 +22,7 @@ from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.distributed.collectives import prepare_cpu
 from lm_pcfg.distributed.sharing import ALONE, Ranks
 from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.grammar.likelihood import tell_long
 from lm_pcfg.grammar.parsing import NO_TREE, Parser, Tags, as_array, mbr_trees, mean_posteriors
 from lm_pcfg.inference.lines import OnLines, longest_line, unit_of
@@ -91,6 +92,11 @@ class Model:
     def vocabulary(self) -> AnyVocabulary:
         """The vocabulary, where there are several that of the first."""
         return self.grammars[0].vocabulary
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether scores are estimates of a lower bound, as those of compound models are."""
+        return any(isinstance(one.grammar, Compound) for one in self.grammars)
 
     def __repr__(self) -> str:
         return f"lm_pcfg.load({', '.join(repr(str(one.checkpoint)) for one in self.grammars)})"

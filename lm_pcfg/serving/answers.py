@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lm_pcfg.corpus.treebank import Tree, bracketed
 from lm_pcfg.corpus.unknown import literals
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.inference.lines import unit_of
 from lm_pcfg.inference.model import Model
 from lm_pcfg.inference.sample import Drawn
@@ -79,7 +78,7 @@ class Answers:
         scores = self.model.score(request.lines)
         return {
             "log_probabilities": [finite(value) for value in scores.tolist()],
-            "are_lower_bounds": is_bound(self.model),
+            "are_lower_bounds": self.model.is_bound,
             "unknown": self._unknown(request),
         }
 
@@ -144,11 +143,6 @@ class Answers:
         vocabulary = self.model.vocabulary
         tokenised = zip(request.lines, vocabulary.tokenise(request.lines), strict=True)
         return [ids.count(vocabulary.unknown_id) - literals(line, vocabulary) for line, ids in tokenised]
-
-
-def is_bound(model: Model) -> bool:
-    """Tell whether scores are estimates of a lower bound, as those of compound models are."""
-    return any(isinstance(one.grammar, Compound) for one in model.grammars)
 
 
 def alternatives(model: Model, line: str) -> list[tuple[float, Tree]]:

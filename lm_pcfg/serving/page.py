@@ -12,7 +12,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.inference.drawing.trees import picture
 from lm_pcfg.inference.model import Model
 from lm_pcfg.pages import model_parts, shell
-from lm_pcfg.serving.answers import AnalyseRequest, Answers, alternatives, finite, is_bound
+from lm_pcfg.serving.answers import AnalyseRequest, Answers, alternatives, finite
 
 STYLE = """
 form { display: flex; gap: .5rem; flex-wrap: wrap; margin: 1rem 0; }
@@ -42,7 +42,7 @@ def analysis(answers: Answers, asked: AnalyseRequest) -> dict[str, Any]:
     if not line:
         raise UserError("there are no words to look at: type a sentence")
     (log_p,) = model.score([line]).tolist()
-    about = "is at least about" if is_bound(model) else "is"
+    about = "is at least about" if model.is_bound else "is"
     summary = f"The natural logarithm of its probability {about} {log_p:.3f}. "
     if not math.isfinite(log_p):
         summary = "The grammar cannot generate this sentence. "

@@ -62,8 +62,9 @@ class Steps:
         self.settings, self.engine = settings, engine
         self.family, model = family_of(settings.model), settings.model
         fewest = self.family.fewest_symbols(model)
-        if settings.data.brackets is not None and not self.family.takes_brackets:
-            raise UserError(f"data.brackets needs a model with trees, and family {model.family} has none")
+        for name, file in (("data.brackets", settings.data.brackets), ("evaluation.trees", settings.evaluation.trees)):
+            if file is not None and not self.family.has_trees:
+                raise UserError(f"{name} needs a model with trees, and family {model.family} has none")
         if engine.zero_stage == 3 and self.family.works_with_weights:
             raise UserError(f"family {model.family} needs all its weights in every batch: use DDP, or ZeRO 1 or 2")
         self.corpora = engine.on_all(

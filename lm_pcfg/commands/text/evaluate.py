@@ -98,7 +98,8 @@ def tables(report: dict[str, Any]) -> list[str]:
         lines.append(f"{words:<16}{figure(row['s_f1'])}  {row['sentences']:>9,}")
     lines += ["", f"{report['sentences']:,} sentences compared, {report['skipped']:,} of less than two words left out"]
     if "ppl" in report:
-        ppl = f"perplexity {report['ppl']:.2f}, " if report["ppl"] is not None else ""
+        about = "at most " if "ppl_is" in report else ""
+        ppl = f"perplexity {about}{report['ppl']:.2f}, " if report["ppl"] is not None else ""
         if report["skipped_lines"]:
             ppl += f"without {report['skipped_lines']:,} sentences of probability 0, "
         literal = f", {report['literal_unknown']:,} <unk> in the text itself" if report["literal_unknown"] else ""

@@ -69,7 +69,7 @@ class Family:
     name: str
     section: type[ModelSection]
     wants_batches = False  # whether `forward` has to see the sentences of a step first: `computation.batches`
-    takes_brackets = False  # whether `log_likelihood` has an argument `limits` (lm_pcfg/grammar/grammar.py)
+    has_trees = False  # whether it has `span_marginals`, and its `log_likelihood` an argument `limits` of brackets
     works_with_weights = False  # whether micro-batches need the weights themselves, which ZeRO 3 takes apart
     shares_emission = False  # whether processes can share its emission: `computation.shards`
 

@@ -22,7 +22,7 @@ LARGEST_CAPTURED_N = 8192
 class PCFGFamily(Family):
     """A family whose modules make a `Grammar`."""
 
-    takes_brackets = True
+    has_trees = True
     shares_emission = True
 
     def fewest_symbols(self, model: PCFGSection) -> int:

@@ -35,7 +35,7 @@ class Init:
                 return cls(match[1], symbols, words)  # type: ignore[arg-type]
         raise ValueError(
             "should be xavier_normal, xavier_uniform, normal(symbols, words) such as normal(0.15, 0.1), "
-            "or contexts(symbols, words)"
+            "or contexts(symbols, words) in sn_pcfg, rank_pcfg and tn_pcfg"
         )
 
     def __str__(self) -> str:
