@@ -191,6 +191,11 @@ class Compound(NamedTuple):
         computation = self.computation._replace(dropout=dropout._replace(latent=dropout.latent._replace(seed=seed)))
         return self._replace(estimate=estimate, draw=draw, computation=computation)
 
+    @property
+    def sentence_figures(self) -> dict[str, Compound]:
+        """What an evaluation logs the mean of: figure -> a distribution that has it as its log-likelihood."""
+        return {"kl": self.estimating("kl")}  # nats
+
     def with_root_over_nonterminals(self) -> Compound:
         """The paper's root in every grammar: see `Grammar.with_root_over_nonterminals`."""
         return self._replace(over_nonterminals=True)

@@ -26,8 +26,8 @@ from lm_pcfg.corpus.stream import BatchStream
 from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.corpus.unknown import Unknown
 from lm_pcfg.distributed.collectives import Collectives
-from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.grammar.computation import EXACT
+from lm_pcfg.grammar.families.shared.family import Distribution
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_probabilities
 from lm_pcfg.grammar.parsing import Parser, mbr_trees
 from lm_pcfg.settings import EvaluationSection, Settings
@@ -134,19 +134,20 @@ def evaluate(
             raise _Interrupted
 
     labels = frequent_labels(trees)
-    own_kl = np.zeros(len(valid))
     own, own_trees, interrupted = np.zeros(len(valid)), np.zeros(len(trees) + len(labels)), False
     with torch.no_grad():
         grammar = functional_call(skeleton, weights, (EXACT,))
+        figures: dict[str, Distribution] = getattr(grammar, "sentence_figures", {})
+        own_figures = {name: np.zeros(len(valid)) for name in figures}
         try:
             own = sentence_log_probabilities(
                 grammar, valid, batch_cost=settings.evaluation.batch_cost, precision=settings.evaluation.precision,
                 backend=settings.inside.backend, statistics=statistics, on_batch=check,
                 rank=processes.rank, world_size=processes.world_size,
             )  # fmt: skip
-            if isinstance(grammar, Compound):
-                own_kl = sentence_log_probabilities(
-                    grammar.estimating("kl"), valid, batch_cost=settings.evaluation.batch_cost, on_batch=check,
+            for name, figure in figures.items():
+                own_figures[name] = sentence_log_probabilities(
+                    figure, valid, batch_cost=settings.evaluation.batch_cost, on_batch=check,
                     rank=processes.rank, world_size=processes.world_size,
                 )  # fmt: skip
             if trees:
@@ -162,9 +163,9 @@ def evaluate(
         if interruptions:
             return None
         properties = grammar.describe()
-    if isinstance(grammar, Compound):
-        kl = processes.all_reduce(torch.from_numpy(own_kl).to(processes.device)).cpu().numpy()
-        properties["valid/kl"] = math.fsum(kl.tolist()) / max(1, len(kl))  # nats a sentence
+    for name, own_figure in own_figures.items():
+        values = processes.all_reduce(torch.from_numpy(own_figure).to(processes.device)).cpu().numpy()
+        properties[f"valid/{name}"] = math.fsum(values.tolist()) / max(1, len(values))  # a sentence
     log_p = processes.all_reduce(torch.from_numpy(own).to(processes.device)).cpu().numpy()
     tree_score = None
     if trees:

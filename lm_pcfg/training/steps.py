@@ -120,9 +120,10 @@ class Steps:
             size = len(lengths) if batch.by == "sentences" else sum(length**2 for length in lengths)  # as there are
             way_out = f" or batch.{batch.by}={max(1, int(0.9 * size * there / needed))}"
         fitting = int(0.9 * lengths[0] * math.sqrt(there / needed))  # memory grows with the square
+        fewer = "".join(f" or fewer model.{name}" for name in self.family.sizes[:1])
         raise UserError(
             f"training text: {what} {needed / 2**30:,.1f} GiB of memory, and the model leaves {there / 2**30:,.1f}; "
-            f"try data.max_length={max(1, fitting)}{way_out}{' or fewer model.nonterminals' if taken > there else ''}"
+            f"try data.max_length={max(1, fitting)}{way_out}{fewer if taken > there else ''}"
         )
 
     def count_steps(self) -> int:
@@ -197,8 +198,9 @@ class Steps:
         own, narrow = (self.family.chart_type(settings.model, one) for one in (settings.inside.precision, "bf16"))
         if self.engine.device.type == "cuda" and narrow.itemsize < own.itemsize:
             ways.append("inside.precision=bf16")
-        size = "states" if hasattr(settings.model, "states") else "nonterminals"
-        return f"{', '.join(ways)} or a smaller model.{size} (--dry-run tries the largest batch)"
+        ways += [f"a smaller model.{name}" for name in self.family.sizes[:1]]
+        *others, last = ways
+        return f"{', '.join(others)}{' or ' if others else ''}{last} (--dry-run tries the largest batch)"
 
     def compute_model(self, batches: list[Batch]) -> StepModel:
         dropout = self._dropout()

@@ -37,6 +37,7 @@ class Distribution(Protocol):
         viterbi, sample_trees               labelled trees, and those drawn for a sentence
         word_posteriors                     `tag`
         with_root_over_nonterminals         `--root nonterminals`
+        sentence_figures                    further figures of sentences, whose mean an evaluation logs
         warning                             what a user should know before figures are believed
     """
 
@@ -71,6 +72,7 @@ class Family:
     wants_batches = False  # whether `forward` has to see the sentences of a step first: `computation.batches`
     has_trees = False  # whether it has `span_marginals`, and its `log_likelihood` an argument `limits` of brackets
     works_with_weights = False  # whether micro-batches need the weights themselves, which ZeRO 3 takes apart
+    sizes: tuple[str, ...] = ()  # settings that make a model smaller, the first one most
     shares_emission = False  # whether processes can share its emission: `computation.shards`
 
     def build(self, model: Any, words: Sequence[str], seed: int, text: EncodedText | None = None) -> nn.Module:
@@ -96,9 +98,10 @@ class Family:
         """
         needed, there = copies * self.model_memory(model, words, device), memory_of()
         if needed > there:
-            size = "model.states" if "states" in type(model).model_fields else "model.nonterminals, model.preterminals"
+            symbols = ", ".join(f"model.{name}" for name in self.sizes)
+            fewer = f"fewer symbols ({symbols}) or " if symbols else ""
             raise OutOfMemory(
-                f"not enough memory for such a model; try a larger machine, fewer symbols ({size}) or a smaller "
+                f"not enough memory for such a model; try a larger machine, {fewer}a smaller "
                 f"model.dimension (at least {needed / 2**30:,.1f} GiB are needed, and there are {there / 2**30:,.1f})"
             )
         return needed

@@ -85,6 +85,7 @@ class HMMFamily(Family):
     """A family whose modules make a `HiddenMarkovModel`."""
 
     shares_emission = True
+    sizes = ("states",)
 
     def model_memory(self, model: HMMSection, words: int, device: torch.device | str) -> float:
         """Count the weights, and on a CPU the transitions of a step."""

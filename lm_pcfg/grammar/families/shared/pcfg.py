@@ -23,6 +23,7 @@ class PCFGFamily(Family):
     """A family whose modules make a `Grammar`."""
 
     has_trees = True
+    sizes = ("nonterminals", "preterminals")
     shares_emission = True
 
     def fewest_symbols(self, model: PCFGSection) -> int:
