@@ -48,22 +48,22 @@ def test_errors_of_equal_lines_add_up(at_a_time):
     assert thrice.weighted_variance == pytest.approx(9 * once.weighted_variance)
 
 
-@pytest.mark.parametrize("lines", [["the cat sees a dog"] * 6, None], ids=["one line", "different lines"])
+@pytest.mark.parametrize("lines", [["the cat sees a dog"] * 4, None], ids=["one line", "different lines"])
 def test_stated_errors_are_those_of_many_seeds(tmp_path, lines):
-    """Of weights that are not far apart: an error of their mean that is larger than it cannot be seen in 12 of them."""
+    """Of weights that are not far apart: an error of their mean that is larger than it cannot be seen in 10 of them."""
     run = write_untrained_run(tmp_path, "sc_pcfg", {"family": "sc_pcfg", **SMALL, "init": "normal(0.4, 0.4)"})
     one = load_trained(run)
-    some = lines or (tmp_path / "train.txt").read_text().splitlines()[:6]
+    some = lines or (tmp_path / "train.txt").read_text().splitlines()[:4]
     sentences = encode_sentences(enumerate(some), one.vocabulary)
     reports = []
-    for seed in range(20):
-        bounds = Bounds(samples=12, seed=seed)
+    for seed in range(16):
+        bounds = Bounds(samples=10, seed=seed)
         bounds.score(one, sentences, precision="fp32", backend="auto", batch_cost=8000)
         reports.append(bounds.report(len(sentences.ids)))
     for name in ("elbo", "importance_weighted"):
         found = np.array([report[f"ppl_at_most_{name}"] for report in reports])
         stated = np.sqrt(np.mean([report[f"ppl_at_most_{name}_se"] ** 2 for report in reports]))
-        assert 0.6 < found.std(ddof=1) / stated < 1.6, f"{name}: {found.std(ddof=1)}, stated {stated}"
+        assert 0.5 < found.std(ddof=1) / stated < 1.6, f"{name}: {found.std(ddof=1)}, stated {stated}"
 
 
 def test_evaluate_says_that_its_perplexity_is_a_bound(tmp_path):
