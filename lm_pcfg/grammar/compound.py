@@ -279,7 +279,11 @@ class Compound(NamedTuple):
         """Yield so many sentences at a time as there is memory for."""
         memory = float(memory_of(self.tensors[0].device))
         memory *= CHUNK_WITH_GRADIENTS / MORE_WITH_GRADIENTS if torch.is_grad_enabled() else CHUNK
-        for chunk in self.networks.module.chunks(lengths, self.computation.charts, memory):
+        chunks = self.networks.module.chunks(lengths, self.computation.charts, memory)
+        if len(chunks) == 1:
+            yield _Chunk(words, lengths, limits)
+            return
+        for chunk in chunks:
             some = range(chunk.start, chunk.stop)
             own_limits = None if limits is None else taken(limits, lengths, some)
             own_words = torch.from_numpy(taken(words.cpu().numpy(), lengths, some))
