@@ -296,6 +296,14 @@ class Compound(NamedTuple):
         for some in self._chunks(words, lengths):
             yield self.given(self.posterior(some.words, some.lengths).mean, some.lengths), some
 
+    def _of_means(self, method: str, words: Tensor, lengths: list[int], **arguments: Any) -> list[Any]:
+        """Return what a method of these grammars says of each sentence."""
+        return [
+            of_sentence
+            for grammar, some in self.of_means(words, lengths)
+            for of_sentence in getattr(grammar, method)(some.words, some.lengths, **arguments)
+        ]
+
     @torch.no_grad()
     def span_marginals(
         self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto",
@@ -303,11 +311,7 @@ class Compound(NamedTuple):
     ) -> list[Tensor]:  # fmt: skip
         """Posterior of every span: see `Grammar.span_marginals`."""
         how = {"precision": precision, "backend": backend, "statistics": statistics}
-        return [
-            table
-            for grammar, some in self.of_means(words, lengths)
-            for table in grammar.span_marginals(some.words, some.lengths, **how)
-        ]
+        return self._of_means("span_marginals", words, lengths, **how)
 
     @torch.no_grad()
     def word_posteriors(
@@ -316,20 +320,12 @@ class Compound(NamedTuple):
     ) -> list[Tensor]:  # fmt: skip
         """Posterior of the preterminals at every word: see `Grammar.word_posteriors`."""
         how = {"precision": precision, "backend": backend, "statistics": statistics}
-        return [
-            table
-            for grammar, some in self.of_means(words, lengths)
-            for table in grammar.word_posteriors(some.words, some.lengths, **how)
-        ]
+        return self._of_means("word_posteriors", words, lengths, **how)
 
     @torch.no_grad()
     def last_siblings(self, words: Tensor, lengths: list[int]) -> list[Tensor]:
         """Posterior of where the sibling of the last word begins: see `flash_inside.last_siblings`."""
-        return [
-            table
-            for grammar, some in self.of_means(words, lengths)
-            for table in grammar.last_siblings(some.words, some.lengths)
-        ]
+        return self._of_means("last_siblings", words, lengths)
 
     # ---- grammars without a sentence --------------------------------------------------------------------------------
 
@@ -365,22 +361,14 @@ class CompoundSimple(Compound):
         self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto"
     ) -> list[tuple[float, list[tuple[int, int, int]]]]:
         """Find the most probable labelled tree of every sentence, as `flash_inside.viterbi` returns it."""
-        return [
-            tree
-            for grammar, some in self.of_means(words, lengths)
-            for tree in grammar.viterbi(some.words, some.lengths, precision=precision, backend=backend)
-        ]
+        return self._of_means("viterbi", words, lengths, precision=precision, backend=backend)
 
     @torch.no_grad()
     def sample_trees(
         self, words: Tensor, lengths: list[int], samples: int, generator: torch.Generator
     ) -> list[list[tuple[float, list[tuple[int, int, int]]]]]:
         """Draw trees of every sentence, as `flash_inside.sample_trees` returns them."""
-        return [
-            trees
-            for grammar, some in self.of_means(words, lengths)
-            for trees in grammar.sample_trees(some.words, some.lengths, samples, generator)
-        ]
+        return self._of_means("sample_trees", words, lengths, samples=samples, generator=generator)
 
 
 class _Chunk(NamedTuple):
