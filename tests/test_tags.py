@@ -90,7 +90,17 @@ def test_lines_without_tags_are_told(runs, text):
     assert lm_pcfg.load(runs / "nonterminals").tags(["bird", "the cat"])[0] is None
 
 
-def test_symbols_of_two_models_are_not_mixed(runs):
+def test_a_text_without_tags_is_an_error(runs, tmp_path):
+    (tmp_path / "blank").write_text("\n\n")
+    result = CliRunner().invoke(app, ["tag", str(tmp_path / "blank"), "--checkpoint", str(runs / "one")])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "no line has tags" in str(result.exception)
+
+
+def test_symbols_of_two_models_are_not_mixed(runs, text):
+    command = ["tag", str(text), "--checkpoint", str(runs / "one"), "--checkpoint", str(runs / "ends")]
+    assert CliRunner().invoke(app, command).stdout == ""
     with pytest.raises(UserError, match="give one checkpoint for tags"):
         lm_pcfg.load(runs / "one", runs / "ends").tags(LINES)
 

@@ -150,7 +150,8 @@ def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
     row: Row = dict.fromkeys(FIELDS, "")
     row |= {
         "nonterminals": model.nonterminals, "preterminals": model.preterminals, "sentences": settings.batch.sentences,
-        "state_dropout": model.state_dropout, "inside_precision": settings.inside.precision,
+        "state_dropout": 0.0 if model.state_dropout_until else model.state_dropout,
+        "inside_precision": settings.inside.precision,
         "networks_precision": settings.networks.precision, "config": settings.name,
         "data": Path(str(settings.data.train)).name, "device": _device_name(engine.device),
         "torch": importlib.metadata.version("torch"),
@@ -173,6 +174,7 @@ def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
 
 def _timed(training: Steps, steps: int) -> Row:
     device = training.engine.device
+    training.position.step = training.total_steps  # of a state dropout that falls to 0, the steps with most symbols
     peak_is_known = _reset_peak_memory(device)
     # Lengths come again: after these steps, kernels and most graphs are there.
     most_sentences = 0

@@ -10,6 +10,7 @@ import typer
 
 from lm_pcfg.commands.output import Checkpoints, DeviceOption, PrecisionOption, ThreadsOption, WeightsOption
 from lm_pcfg.console import progress
+from lm_pcfg.errors import UserError
 
 COLUMNS = ("line", "position", "word", "tag", "probability")
 
@@ -39,7 +40,7 @@ def tag(
     check_there(file)
     model = load_model(checkpoint or (), weights=weights, device=device, prepare=True, threads=threads)
     model.precision = precision
-    name, unknown = display_name(file), 0
+    name, unknown, tagged = display_name(file), 0, 0
     with progress("lines tagged", count_lines(file), show=not sys.stdout.isatty()) as bar:
         warnings = Warnings(lambda message: bar.message(f"warning: {message}"))
         lines = map_lines(
@@ -47,14 +48,15 @@ def tag(
             command="tag", max_length=max_length, fitting=model.longest_line(),
             min_length=model.grammars[0].fewest_symbols, warnings=warnings, on_lines=bar.advance,
         )  # fmt: skip
-        if form == "tsv":
-            print("\t".join(COLUMNS))
         for line in lines:
             if line.value is None:
                 if not line.skipped:
                     problem = "probability 0, or words that cannot be told apart"
                     warnings.add("impossible", f"{name}, line {line.number}: no tags: {problem}")
                 continue
+            if form == "tsv" and not tagged:
+                print("\t".join(COLUMNS))
+            tagged += 1
             unknown += line.unknown + line.literal
             if form == "json":
                 print(json.dumps({"line": line.number} | line.value._asdict(), ensure_ascii=False))
@@ -63,3 +65,5 @@ def tag(
                 print(f"{line.number}\t{place}\t{word}\t{symbol}\t{probability:.6f}")
         warn_of_unknown(name, unknown, model.vocabulary, warnings.warn)
         warnings.summarise()
+    if not tagged:
+        raise UserError(f"{name}: no line has tags: all are blank, skipped or impossible")
