@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flash_inside import Rules
+from flash_inside import FactoredRules, Rules
 
 
 def random_rules(
@@ -22,6 +22,20 @@ def random_rules(
         return (torch.randn(*shape, dtype=torch.float64, generator=generator) * spread).softmax(-1).to(dtype)
 
     return Rules(softmax(n + p if root == "all" else n), softmax(n, n + p), softmax(n, n + p))
+
+
+def random_factors(
+    n: int, middle: int, p: int, *, root: str = "all", spread: float = 1.0, seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> FactoredRules:  # fmt: skip
+    """Do as `random_rules`, with so many middle symbols."""
+    root_and_preterminals = random_rules(n, p, root=root, spread=spread, seed=seed, dtype=dtype).root
+    generator = torch.Generator().manual_seed(seed + 20_000)
+    logits = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((2, n, middle + p), (middle, n))
+    )
+    sides, inner = ((some * spread).softmax(-1).to(dtype) for some in logits)
+    return FactoredRules(root_and_preterminals, *sides.unbind(0), inner)
 
 
 def random_emissions(

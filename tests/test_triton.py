@@ -34,7 +34,7 @@ if INTERPRETED:
 @pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run in this process")
 @pytest.mark.parametrize("tests", ["not long", pytest.param("long", marks=pytest.mark.kernels)])
 def test_in_the_interpreter(tests):
-    others = ("softmax", "dropout", "per_sentence", "prefixes", "forward", "graph_layouts", "residual")
+    others = ("softmax", "dropout", "per_sentence", "prefixes", "forward", "graph_layouts", "residual", "factored")
     files = [__file__, *(str(Path(__file__).with_name(f"test_triton_{name}.py")) for name in others)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-m", tests]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -100,7 +100,7 @@ def test_copies_of_the_rules_are_freed_at_once():
     lengths = [1, 3, 2]
     rules, layout = grammars(7, 5, lengths), flash_inside.packing.Layout(lengths)
     weights = SentenceWeights(*rules[1:], torch.float32, layout, torch.tensor(layout.order, device=DEVICE))
-    weights.from_children(*(torch.zeros(6, size, device=DEVICE) for size in (14, 5)), slice(7, None), 1)
+    weights.from_children(*(torch.zeros(6, size, device=DEVICE) for size in (14, 5)), 1)
     copy = weakref.ref(weights.left)
     gc.disable()
     try:

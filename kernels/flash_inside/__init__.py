@@ -19,11 +19,12 @@ from flash_inside.mbr import mbr
 from flash_inside.precision import PRECISIONS, rules_type
 from flash_inside.prefixes import GrowingPrefixes, LeftCorners, Prefixes, prefix
 from flash_inside.recomputation import Statistics
-from flash_inside.rules import ResidentRules, Rules
+from flash_inside.rules import FactoredRules, ResidentRules, Rules
 
 __all__ = [
     "BACKENDS",
     "PRECISIONS",
+    "FactoredRules",
     "GrowingPrefixes",
     "LeftCorners",
     "Prefixes",

@@ -16,13 +16,13 @@ from flash_inside.brackets import check_limits
 from flash_inside.devices import triton_installed
 from flash_inside.precision import FORMATS, check_precision
 from flash_inside.recomputation import Statistics, first_pass
-from flash_inside.rules import Rules, check_inputs, connection
+from flash_inside.rules import AnyRules, FactoredRules, ResidentRules, Rules, check_inputs, connection
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 
 
 def inside(
-    rules: Rules,
+    rules: AnyRules,
     emissions: Tensor,
     lengths: Tensor | Sequence[int],
     precision: str = "fp32",
@@ -32,7 +32,7 @@ def inside(
 ) -> Tensor:
     """Return the natural log marginal probability of every sentence: [B], fp64 for precision "fp64", else fp32.
 
-    rules       probabilities, see `Rules`
+    rules       probabilities, see `Rules` and `FactoredRules`
     emissions   [sum(lengths), P] log p(word | preterminal), sentences packed one after another
     lengths     number of words of each sentence, any mix
     precision   "fp64" | "fp32" (true fp32, never TF32) | "tf32" (on a device without TF32: fp32) | "bf16"
@@ -44,9 +44,10 @@ def inside(
     gradient. A sentence whose numbers leave the range of the format is recomputed, so it is right for any rules. A
     sentence that needs a rule or an emission that is NaN has NaN.
     """
-    lengths = check(rules, emissions, lengths, precision, backend)
+    lengths = check(rules, emissions, lengths, precision, backend, factored=True)
     backend = choose(backend, emissions, precision)
-    rules = Rules(*rules)  # ResidentRules mean something to inside_unchecked only
+    if isinstance(rules, ResidentRules):  # they mean something to inside_unchecked only
+        rules = Rules(*rules)
     if statistics is not None:
         statistics.sentences += len(lengths)
     if not lengths:  # a rank without data: no sentence, but still connected to the graph
@@ -54,12 +55,13 @@ def inside(
     if limits is not None:
         limits = check_limits(limits, lengths)
     if backend == "reference":
-        return reference.inside(rules, emissions, lengths, FORMATS[precision].compute, limits)
+        whole = rules.multiplied() if isinstance(rules, FactoredRules) else rules
+        return reference.inside(whole, emissions, lengths, FORMATS[precision].compute, limits)
     return recomputation.inside(rules, emissions, lengths, precision, backend, statistics, limits)
 
 
 def inside_unchecked(
-    rules: Rules,
+    rules: AnyRules,
     emissions: Tensor,
     lengths: Tensor | Sequence[int],
     precision: str = "fp32",
@@ -71,7 +73,7 @@ def inside_unchecked(
     A sentence that is not trusted left the range of the number format: its log Z means nothing and it has no gradient.
     Give those to `inside`. Rules that stay where they are while they are trained can be `ResidentRules`.
     """
-    lengths = check(rules, emissions, lengths, precision, backend)
+    lengths = check(rules, emissions, lengths, precision, backend, factored=True)
     backend = choose(backend, emissions, precision)
     if not lengths or backend == "reference":
         log_z = inside(rules, emissions, lengths, precision, backend, limits=limits)
@@ -182,12 +184,18 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def check(rules: Rules, emissions: Tensor, lengths: Tensor | Sequence[int], precision: str, backend: str) -> list[int]:
+def check(
+    rules: AnyRules, emissions: Tensor, lengths: Tensor | Sequence[int], precision: str, backend: str,
+    factored: bool = False,
+) -> list[int]:  # fmt: skip
+    """Refuse what cannot be meant; factored: whether `FactoredRules` are taken."""
     check_precision(precision)
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not available: use one of {', '.join(BACKENDS)}")
     if backend == "reference" and precision not in ("fp64", "fp32"):
         raise ValueError(f"the reference backend computes in fp64 or fp32, not {precision}")
+    if isinstance(rules, FactoredRules) and not factored:
+        raise ValueError("only inside and inside_unchecked take factored rules: give the others rules.multiplied()")
     return check_inputs(rules, emissions, lengths)
 
 

@@ -17,7 +17,7 @@ from flash_inside import reference, scaled
 from flash_inside.devices import chart_memory, check_memory
 from flash_inside.packing import Layout, taken
 from flash_inside.precision import upcast
-from flash_inside.rules import Rules
+from flash_inside.rules import AnyRules, Rules
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Statistics:
 
 
 def first_pass(
-    rules: Rules,
+    rules: AnyRules,
     emissions: Tensor,
     lengths: list[int],
     precision: str,
@@ -49,7 +49,7 @@ def first_pass(
 
 
 def inside(
-    rules: Rules,
+    rules: AnyRules,
     emissions: Tensor,
     lengths: list[int],
     precision: str,
@@ -68,7 +68,7 @@ def inside(
         elif precision == "fp64":
             again = reference.inside(rules.of_sentences(sentences), words, their_lengths, limits=their_limits)
         else:
-            wide_rules = Rules(*(upcast(tensor, own) for tensor in rules))
+            wide_rules: AnyRules = type(rules)(*(upcast(tensor, own) for tensor in rules))
             again = inside(wide_rules, upcast(words), their_lengths, "fp64", "torch", statistics, their_limits)
         index = torch.tensor(sentences, device=log_z.device)
         log_z = log_z.index_put((index,), again.to(log_z.dtype))

@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_inside.brackets import allowed_rows
 from flash_inside.packing import Layout, SplitRows, Squares
 from flash_inside.precision import Format, product
-from flash_inside.rules import Rules
+from flash_inside.rules import AnyRules, FactoredRules
 
 LARGEST_BLOCK = 1 << 22  # elements of a temporary [rows, splits, N] (measured on a CPU: larger ones leave the cache)
 MOST_SPLITS_KEPT = 1 << 22  # of a chart, between its passes; the rows of the others are computed block by block
@@ -44,7 +44,9 @@ class Weights:
     compute: torch.dtype
 
     @classmethod
-    def of(cls, rules: Rules, layout: Layout, precision: Format) -> Weights:
+    def of(cls, rules: AnyRules, layout: Layout, precision: Format) -> Weights:
+        if isinstance(rules, FactoredRules):
+            return FactoredWeights.of_factors(rules, layout, precision)
         both = torch.cat((rules.left, rules.right), dim=-2).to(precision.storage)  # [2N, N+P]
         if rules.per_sentence:
             both = layout.sort(both)
@@ -54,6 +56,13 @@ class Weights:
             return cls(children, leaves, children.mT, leaves.mT, layout, precision.compute)
         # A product with a transposed matrix goes to another library on ARM, which takes 0.2 ms to begin.
         return cls(children, leaves, children.mT.contiguous(), leaves.mT.contiguous(), layout, precision.compute)
+
+    #: D of any value that products make on their way is at most so many times the largest D of the chart.
+    reach = 1
+
+    @property
+    def n(self) -> int:
+        return self.children.shape[-2] // 2
 
     @property
     def per_sentence(self) -> bool:
@@ -79,16 +88,17 @@ class Weights:
         parts = [product(run.of(rows), matrix[run.sentences], self.compute).flatten(0, 1) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def counts(self, d_children: Tensor, leaves: Tensor, beta: Tensor) -> Tensor:
+    def counts(self, d_children: Tensor, leaves: Tensor, beta: Tensor) -> tuple[Tensor, Tensor | None]:
         """Sum D^T row over all spans, or over those of each sentence: [2N, N+P], or [B, 2N, N+P] in caller's order.
 
-        d_children: [rows, 2N]; leaves: [words, P]; beta: [rows - words, N]
+        d_children: [rows, 2N]; leaves: [words, P]; beta: [rows - words, N]. Also returns the gradient of the inner
+        factor, where there is one.
         """
-        n, words, compute, layout = beta.shape[1], len(leaves), self.compute, self.layout
+        n, words, compute, layout = self.n, len(leaves), self.compute, self.layout
         if not self.per_sentence:
             d_leaves = product(d_children[:words].T, leaves, compute)  # [2N, P]
             d_weights = product(d_children[words:].T, beta, compute)  # [2N, N]: ONE product over all spans
-            return torch.cat((d_weights, d_leaves), dim=1)
+            return torch.cat((d_weights, d_leaves), dim=1), None
         out = d_children.new_zeros(len(layout.lengths), 2 * n, n + leaves.shape[1], dtype=compute)
         for run in layout.runs(1):
             out[run.sentences, :, n:] = product(run.of(d_children[:words]).mT, run.of(leaves), compute)
@@ -97,7 +107,48 @@ class Weights:
         d_spans, spans = d_children[rows], beta[rows - words]  # one sentence after another
         for run in runs:  # ONE product for all sentences of a length
             out[run.sentences, :, :n] = product(run.of(d_spans).mT, run.of(spans), compute)
-        return layout.unsort(out)
+        return layout.unsort(out), None
+
+
+@dataclass
+class FactoredWeights(Weights):
+    """Those of `FactoredRules`: children are [2N, M] here, and the M middle values of a row are made on the way."""
+
+    inner: Tensor  # [M, N]
+    of_inner: Tensor  # [N, M]   the same transposed
+
+    @classmethod
+    def of_factors(cls, rules: FactoredRules, layout: Layout, precision: Format) -> FactoredWeights:
+        both = torch.cat((rules.left, rules.right)).to(precision.storage)  # [2N, M+P]
+        children, leaves = (part.contiguous() for part in both.tensor_split([len(rules.inner)], 1))
+        inner = rules.inner.to(precision.storage).contiguous()
+        of_children, of_leaves, of_inner = (matrix.T.contiguous() for matrix in (children, leaves, inner))
+        return cls(children, leaves, of_children, of_leaves, layout, precision.compute, inner, of_inner)
+
+    @property
+    def reach(self) -> int:  # type: ignore[override]
+        """D of a middle value is a sum of 2N entries of D times probabilities."""
+        return 2 * self.n
+
+    def possible(self) -> FactoredWeights:
+        plain, inner = super().possible(), (self.inner > 0).to(self.compute)
+        return FactoredWeights(**vars(plain), inner=inner, of_inner=inner.T)
+
+    def to_children(self, rows: Tensor, width: int, block: slice | None = None) -> Tensor:
+        return super().to_children(rows if width == 1 else self._middle(rows), width, block)
+
+    def from_children(self, d_children: Tensor, width: int) -> Tensor:
+        d_rows = super().from_children(d_children, width)
+        return d_rows if width == 1 else product(d_rows.to(self.inner.dtype), self.inner, self.compute)
+
+    def counts(self, d_children: Tensor, leaves: Tensor, beta: Tensor) -> tuple[Tensor, Tensor | None]:
+        both, _ = super().counts(d_children, leaves, self._middle(beta))
+        d_middle = super().from_children(d_children[len(leaves) :], 2).to(self.inner.dtype)  # [rows - words, M]
+        return both, product(d_middle.T, beta, self.compute)
+
+    def _middle(self, rows: Tensor) -> Tensor:
+        """Values of the middle symbols: [R, N] -> [R, M]."""
+        return product(rows, self.of_inner, self.compute).to(self.inner.dtype)
 
 
 class Chart:
@@ -111,7 +162,7 @@ class Chart:
         self.allowed = None
         if limits is not None:
             self.allowed = torch.from_numpy(allowed_rows(limits, layout)).to(emissions.device)
-        self.n = weights.children.shape[-1]
+        self.n = weights.n
         device, rows = emissions.device, layout.rows
         self.device, self.as_ever = device, device.type != "cpu" or self.n <= LARGEST_AS_EVER
         self.split_rows = SplitRows(layout, device, MOST_SPLITS_KEPT)

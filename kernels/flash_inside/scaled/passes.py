@@ -25,7 +25,7 @@ from torch import Tensor
 
 from flash_inside.packing import Layout
 from flash_inside.precision import LARGEST_D_OF_TORCH, chart_format, finite, gradient_type, matmul_precision
-from flash_inside.rules import Rules
+from flash_inside.rules import AnyRules, FactoredRules, Rules
 from flash_inside.scaled.chart import Chart, SquareChart, Weights, leaf_values
 
 
@@ -35,10 +35,12 @@ class Result(NamedTuple):
     posterior: Tensor  # [rows] of the layout: posterior probability of every span
 
 
-def inside(rules: Rules, emissions: Tensor, layout: Layout, precision: str, limits: np.ndarray | None = None) -> Result:
+def inside(
+    rules: AnyRules, emissions: Tensor, layout: Layout, precision: str, limits: np.ndarray | None = None
+) -> Result:
     """Return log marginals in the caller's order. The gradient of a sentence that is not trusted is zero."""
-    root, left, right = rules
-    log_z, trusted, posterior = _ScaledInside.apply(root, left, right, emissions, layout, precision, limits)
+    inner = rules.inner if isinstance(rules, FactoredRules) else None
+    log_z, trusted, posterior = _ScaledInside.apply(*rules[:3], emissions, inner, layout, precision, limits)
     return Result(log_z, trusted, posterior)
 
 
@@ -129,15 +131,22 @@ def _derivatives(chart: Chart, root: Root, top_rows: Tensor, top_sums: Tensor) -
     return _Derivatives(totals.to(chart.precision.storage).flatten(1), largest, posterior)
 
 
+def _rules(root: Tensor, left: Tensor, right: Tensor, inner: Tensor | None) -> AnyRules:
+    return Rules(root, left, right) if inner is None else FactoredRules(root, left, right, inner)
+
+
 class _ScaledInside(torch.autograd.Function):
-    """(root, left, right, emissions) -> log Z [B], trusted [B], posterior [rows]; the last two not differentiable."""
+    """(root, left, right, emissions, inner) -> log Z [B], trusted [B], posterior [rows]; the last two have no gradient.
+
+    inner: of `FactoredRules`, or None
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, root: Tensor, left: Tensor, right: Tensor, emissions: Tensor, layout: Layout, precision_name: str,
-        limits: np.ndarray | None,
+        ctx: Any, root: Tensor, left: Tensor, right: Tensor, emissions: Tensor, inner: Tensor | None, layout: Layout,
+        precision_name: str, limits: np.ndarray | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        rules, device = Rules(root, left, right), emissions.device
+        rules, device = _rules(root, left, right, inner), emissions.device
         n, words = rules.nonterminals, layout.words
         precision = chart_format(precision_name, n, shortest=int(layout.lengths[-1]))
         wide_root, one_word = Root.sorted(root, layout), root.shape[-1] > n
@@ -171,7 +180,8 @@ class _ScaledInside(torch.autograd.Function):
         possible[sentence[:words][nothing]] = False
         if not one_word:
             possible[single] = False
-        in_range = torch.isfinite(top_sums) & (largest <= LARGEST_D_OF_TORCH[precision.compute])
+        limit = LARGEST_D_OF_TORCH[precision.compute] / weights.reach
+        in_range = torch.isfinite(top_sums) & (largest <= limit)
         trusted = torch.where(top_sums > 0, in_range, ~possible)
         empty = chart.child_scale.isinf().any(1) & (trusted & possible)[sentence]
         if chart.allowed is not None:  # the others are meant to be empty
@@ -185,10 +195,11 @@ class _ScaledInside(torch.autograd.Function):
         posterior[:words] = believed[:words].to(posterior.dtype)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(
-                root, left, right, emissions, chart.beta, derivatives.children, top_rows, top_sums, trusted
+                root, left, right, inner, emissions, chart.beta, derivatives.children, top_rows, top_sums, trusted
             )
             ctx.layout, ctx.precision, ctx.precision_name = layout, precision, precision_name
-            ctx.gradient_types = [gradient_type(tensor) for tensor in (root, left, right, emissions)]
+            inputs = (root, left, right, emissions, inner)
+            ctx.gradient_types = [None if tensor is None else gradient_type(tensor) for tensor in inputs]
         results = layout.unsort(log_z), layout.unsort(trusted), posterior
         ctx.mark_non_differentiable(*results[1:])
         return results
@@ -196,9 +207,9 @@ class _ScaledInside(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_log_z: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:
-        root, left, right, emissions, beta, d_children, top_rows, top_sums, trusted = ctx.saved_tensors
+        root, left, right, inner, emissions, beta, d_children, top_rows, top_sums, trusted = ctx.saved_tensors
         layout, precision = ctx.layout, ctx.precision
-        rules, words = Rules(root, left, right), layout.words
+        rules, words = _rules(root, left, right, inner), layout.words
         n, compute = rules.nonterminals, precision.compute
         order = torch.tensor(layout.order, device=d_log_z.device)
         believed = trusted & (top_sums > 0)  # [B] sorted
@@ -212,7 +223,7 @@ class _ScaledInside(torch.autograd.Function):
             weights = Weights.of(rules, layout, precision)
             leaf_word = torch.from_numpy(layout.leaf_word).to(d_log_z.device)
             leaves, _ = leaf_values(emissions, leaf_word, precision)
-            d_both = weights.counts(weighted, leaves, beta)  # [2N, N+P]
+            d_both, d_inner = weights.counts(weighted, leaves, beta)  # [2N, N+P], or [2N, M+P] and [M, N]
             d_leaf_rows = weights.from_children(weighted[:words], 1)  # [words, P]
 
         per_sentence = torch.where(top_sums > 0, gradient / top_sums, 0.0)  # [B] fp64
@@ -229,5 +240,6 @@ class _ScaledInside(torch.autograd.Function):
         d_emissions = torch.empty_like(d_leaf_rows)
         d_emissions[leaf_word] = d_leaf_rows * leaves.to(compute)
         d_root_given = layout.unsort(d_root.values) if rules.per_sentence else d_root.values
-        gradients = (d_root_given, d_both[..., :n, :], d_both[..., n:, :], d_emissions)
-        return (*map(finite, gradients, ctx.gradient_types), None, None, None)
+        found = (d_root_given, d_both[..., :n, :], d_both[..., n:, :], d_emissions, d_inner)
+        types = zip(found, ctx.gradient_types, strict=True)
+        return (*(None if gradient is None else finite(gradient, dtype) for gradient, dtype in types), None, None, None)

@@ -270,7 +270,7 @@ class Chart(ChartResults):
         """
         self.inside(weights, root, emissions, layout, tables)
         self.outside(weights, root, layout, tables)
-        self._judge(root.shape[-1] > weights.n, layout, tables)
+        self._judge(root.shape[-1] > weights.n, LARGEST_D_OF_TRITON / weights.reach, layout, tables)
 
     def inside(self, weights: AnyWeights, root: Tensor, emissions: Tensor, layout: Layout, tables: Tables) -> None:
         n, p, words, longest = weights.n, emissions.shape[1], layout.words, layout.longest
@@ -281,7 +281,7 @@ class Chart(ChartResults):
         )  # fmt: skip
         unite = Launcher(kernels.unite_kernel, 4, BLOCK=1024)
         if longest > 1:
-            self._to_children(weights, 1, layout, slice(n, None), unite)
+            self._to_children(weights, 1, layout, unite)
         blocks = split_sum_blocks(n)
         count = blocks.count(n)
         split_sum = Launchers(
@@ -307,7 +307,7 @@ class Chart(ChartResults):
                     residual.start - precise.words,
                 )  # fmt: skip
             if width < longest:
-                self._to_children(weights, width, layout, slice(0, n), unite)
+                self._to_children(weights, width, layout, unite)
         kernels.top_kernel[(len(layout.lengths),)](
             self.beta, self.leaves, self.beta_residual, self.leaves_residual, root, self.top_sum,
             tables.offset, tables.prefix, tables.lengths, tables.offset_residual, words, precise.first,
@@ -315,16 +315,16 @@ class Chart(ChartResults):
             ONE_WORD=root.shape[-1] > n, PRECISE=any_precise, BLOCK=row_block(n),
         )  # fmt: skip
 
-    def _to_children(self, weights: AnyWeights, width: int, layout: Layout, columns: slice, unite: Launcher) -> None:
+    def _to_children(self, weights: AnyWeights, width: int, layout: Layout, unite: Launcher) -> None:
         """Compute eta | zeta of a width, and their residuals."""
         here, residual = layout.span_rows(width), self.precise.span_rows(width)
         rows = _rows_of_width(self.leaves, self.beta, here, layout.words)
         residuals = _rows_of_width(self.leaves_residual, self.beta_residual, residual, self.precise.words)
         count, precise_count = rows.shape[0], residuals.shape[0]
         if not precise_count:
-            weights.to_children(rows, self.children[here], columns, width)
+            weights.to_children(rows, self.children[here], width)
             return
-        weights.with_residuals(rows, residuals, self.factors, self.products, columns, width)
+        weights.with_residuals(rows, residuals, self.factors, self.products, width)
         unite(
             (count, triton.cdiv(2 * weights.n, 1024), 1), self.products, self.children, self.children_residual,
             here.start, residual.start, count, count - precise_count, weights.n,
@@ -344,9 +344,9 @@ class Chart(ChartResults):
             )  # fmt: skip
             if width > 1:
                 target = self.d_beta[here.start - words : here.stop - words]
-                weights.from_children(self.d_children[here], target, slice(0, n), width)
+                weights.from_children(self.d_children[here], target, width)
 
-    def _judge(self, one_word: bool, layout: Layout, tables: Tables) -> None:
+    def _judge(self, one_word: bool, largest_d: float, layout: Layout, tables: Tables) -> None:
         """Compute posteriors if wanted, log Z, and which sentences are trusted; the others lose their derivatives."""
         n, longest, sentences = self.beta.shape[1], layout.longest, len(layout.lengths)
         with_posterior = self.posterior.shape[0] > 0
@@ -358,7 +358,7 @@ class Chart(ChartResults):
         )  # fmt: skip
         gradient_kernels.verdict_kernel[(sentences,)](
             self.top_sum, self.scale, self.largest_of_width, self.log_z, self.trusted, self.usable, tables.offset,
-            tables.prefix, tables.lengths, tables.order, self.row_largest, LARGEST_D_OF_TRITON,
+            tables.prefix, tables.lengths, tables.order, self.row_largest, largest_d,
             ONE_WORD=one_word, PARTS=PARTS_OF_WIDTH, BLOCK=64,
         )  # fmt: skip
         gradient_kernels.clear_kernel[(longest, sentences)](

@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_inside.packing import Layout
 from flash_inside.triton import gradient_kernels as kernels
 from flash_inside.triton.chart import Allocate, SavedChart, Tables, root_stride, row_block
-from flash_inside.triton.weights import AnyWeights
+from flash_inside.triton.weights import AnyWeights, FactoredWeights
 
 RuleMemory = tuple[Tensor, Tensor]
 
@@ -21,6 +21,7 @@ class Gradients(NamedTuple):
     left: Tensor | None
     right: Tensor | None
     emissions: Tensor | None
+    inner: Tensor | None = None  # of `FactoredRules`
 
 
 class Wanted(NamedTuple):
@@ -58,16 +59,20 @@ def gradients(
     n, p, words, sentences = weights.n, chart.leaves.shape[1], layout.words, len(layout.lengths)
     longest, storage, one_word = layout.longest, chart.leaves.dtype, root.shape[-1] > n
     grammars = tuple(root.shape[:-1])  # one for all, or [B]
-    d_root = d_left = d_right = d_emissions = None
+    d_root = d_emissions = None
+    d_rules: list[Tensor | None] = [None, None]
     if wanted.rules is not None:
-        d_left, d_right = memory or [allocate((*grammars, n, n + p), wanted.rules) for _ in range(2)]
+        of_rules = [*(memory or (allocate((*grammars, n, weights.middle + p), wanted.rules) for _ in range(2)))]
+        if isinstance(weights, FactoredWeights):
+            of_rules.append(allocate((weights.middle, n), wanted.rules))
+        d_rules = [*of_rules]
         leaves = _weigh(chart.leaves, 1, 1, d_log_z, chart.usable, layout, tables, allocate_working)
         beta = _weigh(chart.beta, 2, longest - 1, d_log_z, chart.usable, layout, tables, allocate_working)
-        weights.write_counts(chart.d_children, leaves, beta, (d_left, d_right))
+        weights.write_counts(chart.d_children, leaves, beta, of_rules)
     if wanted.emissions is not None:
         d_leaves = allocate_working((words, p), storage)
         if longest > 1:
-            weights.from_children(chart.d_children[:words], d_leaves, slice(n, None), 1)
+            weights.from_children(chart.d_children[:words], d_leaves, 1)
         d_emissions = allocate((words_given, p), wanted.emissions)
         kernels.emission_gradient_kernel[(longest, sentences)](
             d_leaves, chart.leaves, root, chart.top_sum, chart.usable, d_log_z, d_emissions,
@@ -81,7 +86,8 @@ def gradients(
             chart.beta, chart.leaves, chart.top_sum, chart.usable, d_log_z, d_root, tables.offset, tables.prefix,
             tables.lengths, tables.order, sentences, words, n, p, size, PER_SENTENCE=bool(grammars), BLOCK=128,
         )  # fmt: skip
-    return Gradients(d_root, d_left, d_right, d_emissions)
+    d_left, d_right, *d_inner = d_rules
+    return Gradients(d_root, d_left, d_right, d_emissions, *d_inner)
 
 
 def _weigh(

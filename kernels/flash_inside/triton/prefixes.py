@@ -78,7 +78,7 @@ class _PrefixChart:
             chart.d_children[here, :n] += d_eta[here]
             if width > 1:
                 target = chart.d_beta[here.start - words : here.stop - words]
-                self.weights.from_children(chart.d_children[here], target, slice(0, n), width)
+                self.weights.from_children(chart.d_children[here], target, width)
                 add_beginnings(target, d_beginnings, width, layout)
         largest = chart.d_children.abs().amax(1)
         # Of beta~, and of beta before its division: there too something may be lost.

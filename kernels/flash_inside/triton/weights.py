@@ -11,7 +11,7 @@ Such rules must lie in the order of the layout. If sentences do not come sorted 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,8 +27,11 @@ MOST_LENGTHS = 2
 class Weights:
     """left and right [N, N+P] in the storage type, read in place; as one [2N, N+P] if right follows left."""
 
+    #: D of any value that products make on their way is at most so many times the largest D of the chart.
+    reach = 1
+
     def __init__(self, left: Tensor, right: Tensor, storage: torch.dtype):
-        self.n = left.shape[0]
+        self.n = self.middle = left.shape[0]
         self.joint: Tensor | None = None
         if left.dtype != storage or right.dtype != storage:
             self.joint = torch.empty(2 * self.n, left.shape[1], dtype=storage, device=left.device)
@@ -38,17 +41,20 @@ class Weights:
             self.joint = left.as_strided((2 * self.n, left.shape[1]), left.stride())
         self.left, self.right = left, right
 
-    def to_children(self, rows: Tensor, out: Tensor, columns: slice, width: int) -> None:
-        """[eta | zeta] = rows [left; right]^T for the given columns of the rules: [R, K] -> [R, 2N]."""
+    def columns(self, width: int) -> slice:
+        """Return the columns of the rules that rows of a width are multiplied with: of preterminals for one word."""
+        return slice(self.middle, None) if width == 1 else slice(0, self.middle)
+
+    def to_children(self, rows: Tensor, out: Tensor, width: int) -> None:
+        """[eta | zeta] = rows [left; right]^T: [R, N], or [R, P] for one word -> [R, 2N]."""
+        columns = self.columns(width)
         if self.joint is not None:
             write_product(rows, self.joint[:, columns].T, out)
         else:
             write_product(rows, self.left[:, columns].T, out[:, : self.n])
             write_product(rows, self.right[:, columns].T, out[:, self.n :])
 
-    def with_residuals(
-        self, rows: Tensor, residuals: Tensor, factors: Tensor, out: Tensor, columns: slice, width: int
-    ) -> None:
+    def with_residuals(self, rows: Tensor, residuals: Tensor, factors: Tensor, out: Tensor, width: int) -> None:
         """Do as `to_children` with rows and residuals of the last rows: one product, so that the rules are read once.
 
         factors: working memory; out: [rows and residuals, 2N] fp32
@@ -56,23 +62,78 @@ class Weights:
         all_rows = rows.shape[0] + residuals.shape[0]
         joined = factors[: all_rows * rows.shape[1]].view(all_rows, -1)
         torch.cat((rows, residuals), out=joined)
-        self.to_children(joined, out[:all_rows], columns, width)
+        self.to_children(joined, out[:all_rows], width)
 
-    def from_children(self, d_children: Tensor, out: Tensor, columns: slice, width: int) -> None:
-        """D by the rows = D_eta left + D_zeta right: [R, 2N] -> [R, K]."""
+    def from_children(self, d_children: Tensor, out: Tensor, width: int) -> None:
+        """D by the rows = D_eta left + D_zeta right: [R, 2N] -> [R, N], or [R, P] for one word."""
+        columns = self.columns(width)
         if self.joint is not None:
             torch.mm(d_children, self.joint[:, columns], out=out)
         else:
             torch.mm(d_children[:, : self.n], self.left[:, columns], out=out)
             out.addmm_(d_children[:, self.n :], self.right[:, columns])
 
-    def write_counts(self, d_children: Tensor, leaves: Tensor, beta: Tensor, out: tuple[Tensor, Tensor]) -> None:
+    def write_counts(self, d_children: Tensor, leaves: Tensor, beta: Tensor, out: Sequence[Tensor]) -> None:
         """out = D^T rows for left and right. d_children: [rows below the longest width, 2N]; leaves, beta: rows."""
         n, words, below = self.n, leaves.shape[0], d_children.shape[0]
         for side, gradient in enumerate(out):
             columns = slice(side * n, (side + 1) * n)
-            _sum_of_products(d_children[words:below, columns], beta[: max(below - words, 0)], gradient[:, :n])
-            _sum_of_products(d_children[:words, columns], leaves, gradient[:, n:])
+            of_spans, of_words = gradient[:, self.columns(2)], gradient[:, self.columns(1)]
+            _sum_of_products(d_children[words:below, columns], beta[: max(below - words, 0)], of_spans)
+            _sum_of_products(d_children[:words, columns], leaves, of_words)
+
+
+class FactoredWeights(Weights):
+    """The factors of `FactoredRules` in the storage type: left and right [N, M+P], and inner [M, N].
+
+    A product with the rules is two, over the M middle values of a row. These are rounded to the storage type; of short
+    sentences what this leaves is kept, too.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor, inner: Tensor, storage: torch.dtype):
+        super().__init__(left, right, storage)
+        self.inner = inner.to(storage)
+        self.middle = len(inner)
+        self.reach = 2 * self.n  # D of a middle value is a sum of 2N entries of D times probabilities
+
+    def to_children(self, rows: Tensor, out: Tensor, width: int) -> None:
+        super().to_children(rows if width == 1 else self._middle(rows), out, width)
+
+    def with_residuals(self, rows: Tensor, residuals: Tensor, factors: Tensor, out: Tensor, width: int) -> None:
+        if width == 1:
+            joined = torch.cat((rows, residuals))
+        else:
+            values = self._middle(torch.cat((rows, residuals)), torch.float32)
+            rest = values[: len(rows)]
+            rest[len(rows) - len(residuals) :] += values[len(rows) :]
+            rounded = rest.to(rows.dtype)
+            joined = torch.cat((rounded, (rest - rounded)[len(rows) - len(residuals) :].to(rows.dtype)))
+        super().to_children(joined, out[: len(joined)], width)
+
+    def from_children(self, d_children: Tensor, out: Tensor, width: int) -> None:
+        if width == 1:
+            super().from_children(d_children, out, width)
+        else:
+            torch.mm(self._d_middle(d_children), self.inner, out=out)
+
+    def write_counts(self, d_children: Tensor, leaves: Tensor, beta: Tensor, out: Sequence[Tensor]) -> None:
+        """Do as `Weights` does, and write the gradient of inner as the third."""
+        words, below = leaves.shape[0], d_children.shape[0]
+        beta = beta[: max(below - words, 0)]
+        super().write_counts(d_children, leaves, self._middle(beta), out[:2])
+        _sum_of_products(self._d_middle(d_children[words:below]), beta, out[2])
+
+    def _middle(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Values of the middle symbols: [R, N] -> [R, M]."""
+        values = rows.new_empty(len(rows), self.middle, dtype=dtype or rows.dtype)
+        write_product(rows, self.inner.T, values)
+        return values
+
+    def _d_middle(self, d_children: Tensor) -> Tensor:
+        """D of the middle values: [R, 2N] -> [R, M]."""
+        d_values = d_children.new_empty(len(d_children), self.middle)
+        super().from_children(d_children, d_values, 2)
+        return d_values
 
 
 class _Plan(NamedTuple):
@@ -112,9 +173,11 @@ class SentenceWeights:
     rows and residuals of one sentence would have to be copied together for one product.
     """
 
+    reach = 1
+
     def __init__(self, left: Tensor, right: Tensor, storage: torch.dtype, layout: Layout, order: Tensor):
         """order: [B] the caller's number of a sorted sentence, on the device"""
-        self.n, self.layout = left.shape[1], layout
+        self.n, self.middle, self.layout = left.shape[1], left.shape[1], layout
         self.order = None if layout.sorted else order
         self.joint: Tensor | None = None
         if self.order is not None:
@@ -124,17 +187,18 @@ class SentenceWeights:
         self.left, self.right = left.to(storage), right.to(storage)
         self.plans: dict[tuple[int, int], _Plan] = {}
 
-    def to_children(self, rows: Tensor, out: Tensor, columns: slice, width: int) -> None:
-        """Do as `Weights` does, with the rules of each sentence: [R, K] -> [R, 2N] of a width."""
-        self._to_children(self.plan(width, len(rows)), rows, out, columns)
+    def columns(self, width: int) -> slice:
+        return slice(self.n, None) if width == 1 else slice(0, self.n)
 
-    def with_residuals(
-        self, rows: Tensor, residuals: Tensor, factors: Tensor, out: Tensor, columns: slice, width: int
-    ) -> None:
+    def to_children(self, rows: Tensor, out: Tensor, width: int) -> None:
+        """Do as `Weights` does, with the rules of each sentence: [R, K] -> [R, 2N] of a width."""
+        self._to_children(self.plan(width, len(rows)), rows, out, self.columns(width))
+
+    def with_residuals(self, rows: Tensor, residuals: Tensor, factors: Tensor, out: Tensor, width: int) -> None:
         """Do as `Weights` does; `factors` are not needed."""
         last = out[len(rows) : len(rows) + len(residuals)]
-        self._to_children(self.plan(width, len(rows)), rows, out[: len(rows)], columns)
-        self._to_children(self.plan(width, len(residuals)), residuals, last, columns)
+        self._to_children(self.plan(width, len(rows)), rows, out[: len(rows)], self.columns(width))
+        self._to_children(self.plan(width, len(residuals)), residuals, last, self.columns(width))
 
     def _to_children(self, plan: _Plan, rows: Tensor, out: Tensor, columns: slice) -> None:
         for sentences, batch, target in plan.batches(rows, out):
@@ -144,8 +208,9 @@ class SentenceWeights:
                 write_product(batch, self.left[sentences, :, columns].mT, target[..., : self.n])
                 write_product(batch, self.right[sentences, :, columns].mT, target[..., self.n :])
 
-    def from_children(self, d_children: Tensor, out: Tensor, columns: slice, width: int) -> None:
+    def from_children(self, d_children: Tensor, out: Tensor, width: int) -> None:
         """D by the rows of a width = D_eta left + D_zeta right, each of its sentence: [R, 2N] -> [R, K]."""
+        columns = self.columns(width)
         for sentences, batch, target in self.plan(width, len(out)).batches(d_children, out):
             if self.joint is not None:
                 torch.bmm(batch, self.joint[sentences, :, columns], out=target)
@@ -160,7 +225,7 @@ class SentenceWeights:
             self.plans[width, last] = _Plan.of(self.layout.runs(width, slice(stop - last, stop)), self.left.device)
         return self.plans[width, last]
 
-    def write_counts(self, d_children: Tensor, leaves: Tensor, beta: Tensor, out: tuple[Tensor, Tensor]) -> None:
+    def write_counts(self, d_children: Tensor, leaves: Tensor, beta: Tensor, out: Sequence[Tensor]) -> None:
         """out = D^T rows of every sentence, [B, N, N+P] for left and right, in the caller's order.
 
         The rows of a sentence's widths are brought together first, so that the sum over all of them is one product.
