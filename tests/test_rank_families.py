@@ -18,8 +18,11 @@ from grammars import bracketings
 from lm_pcfg.grammar import families
 from lm_pcfg.grammar.computation import Computation, backward_through
 from lm_pcfg.grammar.dropout import Dropout, draw_kept
+from lm_pcfg.grammar.families import rank_pcfg
+from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import read_metrics
+from lm_pcfg.training import loop
 from texts import write_config
 
 FAMILIES = ["rank_pcfg", "tn_pcfg"]
@@ -226,25 +229,91 @@ def test_gradients(family):
     assert torch.autograd.gradcheck(log_z, values, fast_mode=True)
 
 
-@pytest.mark.parametrize("charts", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_gathered_on_the_grammar_reach_every_weight(family, charts):
-    """With more than 256 rank symbols bf16 charts have rules in bf16, whose gradients enter at wide ones."""
-    model = make_model(family, dtype=torch.float32, nonterminals=20, preterminals=30, rank=272, dimension=16)
+@pytest.fixture
+def keeps_factors(monkeypatch):
+    """Steps keep the factors of these small grammars, too."""
+    monkeypatch.setattr(rank_pcfg, "FEWEST_OF_FACTORS", 1)
+    monkeypatch.setattr(rank_pcfg, "LEAST_RATIO_OF_FACTORS", 1)
+
+
+def errors_of_gradients(model, charts, *, factors=False):
+    """By weight: those gathered on the leaves of a grammar and taken through its graph, against fp64 charts."""
     words, lengths = torch.tensor([0, 2, 1, 2, 0, 1, 1, 3]), [5, 1, 2]
-    grammar = model(Computation(charts=charts))
-    assert grammar.left.dtype == (torch.bfloat16 if charts == "bf16" else torch.float32)
-    assert grammar.right.data_ptr() - grammar.left.data_ptr() == grammar.left.nbytes  # one after the other
+    grammar = model(Computation(charts=charts, factors=factors))
     leaves = grammar.detached()
     leaves.log_likelihood(words, lengths, precision=charts).sum().backward()
     backward_through(grammar, leaves).backward()
     ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     model().log_likelihood(words, lengths, precision="fp64").sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.any(), name
-        error = (ours[name] - parameter.grad).norm() / parameter.grad.norm()
-        assert error < (0.05 if charts == "bf16" else 1e-3), (name, error)
+    assert all(parameter.grad.any() for parameter in model.parameters())
+    truth = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return grammar, [((ours[name] - grad).norm() / grad.norm()).item() for name, grad in truth.items()]
+
+
+@pytest.mark.parametrize("charts", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_gathered_on_the_grammar_reach_every_weight(family, charts):
+    """With more than 256 rank symbols bf16 charts have rules in bf16, whose gradients enter at wide ones."""
+    model = make_model(family, dtype=torch.float32, nonterminals=20, preterminals=30, rank=272, dimension=16)
+    grammar, errors = errors_of_gradients(model, charts)
+    assert grammar.left.dtype == (torch.bfloat16 if charts == "bf16" else torch.float32)
+    assert grammar.right.data_ptr() - grammar.left.data_ptr() == grammar.left.nbytes  # one after the other
+    assert max(errors) < (0.05 if charts == "bf16" else 1e-3)
+
+
+# ---- steps that keep the factors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("charts", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_factors_reach_every_weight(family, charts, keeps_factors):
+    model = make_model(family, dtype=torch.float32, nonterminals=20, preterminals=30, rank=272, dimension=16)
+    grammar, errors = errors_of_gradients(model, charts, factors=True)
+    assert grammar.left.shape == grammar.right.shape == (272, 20 + 30)
+    assert grammar.inner.shape == (20, 272)
+    assert grammar.left.dtype == grammar.inner.dtype == (torch.bfloat16 if charts == "bf16" else torch.float32)
+    assert max(errors) < (0.05 if charts == "bf16" else 1e-3)
+
+
+def test_factors_are_kept_where_they_pay():
+    model = make_model("rank_pcfg")
+    assert model(Computation(factors=True)).inner is None
+    assert [rank_pcfg.factors_pay(*sizes) for sizes in ((512, 4096), (512, 2048), (4096, 4096))] == [True, False, False]
+
+
+def test_whatever_needs_whole_rules_gets_them(keeps_factors):
+    model = make_model("rank_pcfg")
+    factored, whole = model(Computation(factors=True)), model()
+    assert factored.inner is not None
+    words = torch.tensor([1, 3, 0, 2])
+    for found, wanted in zip(factored.rules, whole.rules, strict=True):
+        torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(factored.span_marginals(words, [4], precision="fp64")[0],
+                               whole.span_marginals(words, [4], precision="fp64")[0])  # fmt: skip
+    assert factored.viterbi(words, [4])[0][1] == whole.viterbi(words, [4])[0][1]
+    torch.testing.assert_close(torch.tensor(list(factored.describe().values())),
+                               torch.tensor(list(whole.describe().values())))  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_with_factors_is_the_run_without_up_to_rounding_and_resumes(family, tmp_path, monkeypatch, keeps_factors):
+    model = {"family": family, "rank": 12, "state_dropout": 0.2}
+    config = write_config(tmp_path, model=model, training={"epochs": 1})  # 8 steps
+    whole = checkpoint.load(checkpoint.latest(train(config, "whole")), with_optimizer=True)
+    train(config, "parts", "training.max_steps=3")
+    parts = checkpoint.load(checkpoint.latest(train(config, "parts", "resume=auto")), with_optimizer=True)
+    for of_whole, of_parts in ((whole.model, parts.model), (whole.optimizer, parts.optimizer)):
+        assert all(torch.equal(tensor, of_parts[name]) for name, tensor in of_whole.items())
+    monkeypatch.setattr(rank_pcfg, "FEWEST_OF_FACTORS", 100)
+    train(config, "multiplied")
+    with_factors, without = (logged(tmp_path / "runs" / name, "train/loss") for name in ("whole", "multiplied"))
+    assert with_factors == pytest.approx(without, rel=1e-5)
+    assert with_factors != without  # they did take another way
+
+
+def train(config, name, *overrides):
+    return loop.train(load_settings(config, [f"name={name}", "training.log_every=1", *overrides]))
 
 
 # ---- through the commands -------------------------------------------------------------------------------------------

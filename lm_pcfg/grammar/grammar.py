@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flash_inside
-from flash_inside import ResidentRules, Rules, Statistics
+from flash_inside import FactoredRules, ResidentRules, Rules, Statistics
 from flash_inside.softmax import product_precision
 from lm_pcfg.grammar import analysis
 from lm_pcfg.grammar.emission import Emission
@@ -32,16 +32,27 @@ class Grammar(NamedTuple):
     left: Tensor
     right: Tensor
     emission: Emission
-    #: Where the gradients of left and right enter the graph, if not through themselves: see `child_probabilities`.
-    entrances: tuple[Tensor, Tensor] | None = None
+    #: Where the gradients of left and right (and inner) enter the graph, if not through themselves: see
+    #: `child_probabilities`.
+    entrances: tuple[Tensor, ...] | None = None
     #: For the gradients of left and right, where these stay at the same addresses: see `flash_inside.ResidentRules`.
     gradient_memory: tuple[Tensor, Tensor] | None = None
+    #: A factor of left and right, which are then those of `flash_inside.FactoredRules`.
+    inner: Tensor | None = None
 
     @property
     def rules(self) -> Rules:
+        if self.inner is not None:
+            return FactoredRules(self.root, self.left, self.right, self.inner).multiplied()
+        return Rules(self.root, self.left, self.right)
+
+    @property
+    def _rules_of_training(self) -> Rules | FactoredRules:
+        if self.inner is not None:
+            return FactoredRules(self.root, self.left, self.right, self.inner)
         if self.gradient_memory is not None:
             return ResidentRules(self.root, self.left, self.right, self.gradient_memory)
-        return Rules(self.root, self.left, self.right)
+        return self.rules
 
     @property
     def nonterminals(self) -> int:
@@ -54,8 +65,12 @@ class Grammar(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that receive the gradients of root, left, right and the emission."""
-        return self.root, *(self.entrances or (self.left, self.right)), *self.emission.tensors
+        """The tensors that receive the gradients of root, left, right (and inner) and the emission."""
+        return self.root, *(self.entrances or self._factors), *self.emission.tensors
+
+    @property
+    def _factors(self) -> tuple[Tensor, ...]:
+        return (self.left, self.right) if self.inner is None else (self.left, self.right, self.inner)
 
     @property
     def penalty(self) -> None:
@@ -77,7 +92,7 @@ class Grammar(NamedTuple):
         """
         self._check_differentiable()
         emissions = self.emission.log_probabilities(words)
-        return flash_inside.inside(self.rules, emissions, lengths, precision, backend, statistics, limits)
+        return flash_inside.inside(self._rules_of_training, emissions, lengths, precision, backend, statistics, limits)
 
     def log_likelihood_unchecked(
         self,
@@ -91,7 +106,7 @@ class Grammar(NamedTuple):
         """The same before it is known which sentences have to be recomputed; see `flash_inside.inside_unchecked`."""
         self._check_differentiable()
         emissions = self.emission.log_probabilities(words)
-        return flash_inside.inside_unchecked(self.rules, emissions, lengths, precision, backend, limits)
+        return flash_inside.inside_unchecked(self._rules_of_training, emissions, lengths, precision, backend, limits)
 
     @torch.no_grad()
     def span_marginals(
@@ -143,18 +158,18 @@ class Grammar(NamedTuple):
 
     def detached(self) -> Grammar:
         """The same values as leaves of a new graph, on which micro-batches accumulate their gradients, in fp32."""
-        values = (self.root, self.left, self.right, *self.emission.tensors)
+        values = (self.root, *self._factors, *self.emission.tensors)
         leaves = [tensor.detach().requires_grad_() for tensor in values]
         for leaf in leaves:
             if leaf.dtype.itemsize < 4:
                 leaf.grad_dtype = torch.float32
-        root, left, right, features, embeddings, normalizers = leaves
+        root, left, right, *inner, features, embeddings, normalizers = leaves
         emission = self.emission._replace(features=features, embeddings=embeddings, log_normalizers=normalizers)
-        return Grammar(root, left, right, emission)
+        return Grammar(root, left, right, emission, inner=inner[0] if inner else None)
 
     def resident(self, gradients: Sequence[Tensor]) -> Grammar:
         """Promise that its tensors keep their addresses from step to step; gradients: memory for those of `tensors`."""
-        return self._replace(gradient_memory=(gradients[1], gradients[2]))
+        return self if self.inner is not None else self._replace(gradient_memory=(gradients[1], gradients[2]))
 
     @property
     def warning(self) -> str | None:

@@ -19,8 +19,10 @@ derivation in rank symbols, which may be another tree than the best one of the d
 rank symbols, and a rank symbol here over the nonterminals.
 
 The products V_N U and W_N U are made once a step, with 2 N r^2 multiplications, and three times that with the backward.
-Where r is much larger than N, this is wasteful. A chart that kept the factors would need 3 N r multiplications for a
-span instead of 2 r^2, and no [r, r] rules in memory. That is not built: in the paper r is of the order of N.
+Where r is much larger than N, training steps keep the factors instead (`factors_pay`): U is the inner factor of
+`flash_inside.FactoredRules`, a span takes 3 N r multiplications instead of 2 r^2, and no [r, r] matrix is made.
+Scoring, parsing and evaluations multiply them out. The two differ by rounding.
+
 With `networks.precision: bf16` the products behind the rules are in TF32; those of the emission are in bf16.
 
                     Rank PCFG
@@ -51,6 +53,15 @@ from lm_pcfg.grammar.families.shared.sections import RankPCFGSection
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.grammar.networks import FEW, initialise, residual_network, root_probabilities
 
+#: Steps keep the factors from so many rank symbols on, and if there are so many of them for each nonterminal: below,
+#: launches bound the time.
+FEWEST_OF_FACTORS, LEAST_RATIO_OF_FACTORS = 4096, 3
+
+
+def factors_pay(nonterminals: int, ranks: int) -> bool:
+    """Return whether a training step is faster with the factors than with the rules over rank symbols."""
+    return ranks >= max(FEWEST_OF_FACTORS, LEAST_RATIO_OF_FACTORS * nonterminals)
+
 
 def rank_space(root: Tensor, parents: Tensor, children: Tensor) -> tuple[Tensor, Tensor]:
     """The rules over rank symbols: root [r] or [r+P], and left and right as one tensor [2, r, r+P].
@@ -60,9 +71,12 @@ def rank_space(root: Tensor, parents: Tensor, children: Tensor) -> tuple[Tensor,
     children  [2, r, N+P] V and W
     """
     n = len(parents)
-    over_nonterminals, over_preterminals = root.tensor_split([n])
-    root = torch.cat(((over_nonterminals[None] @ parents.to(root.dtype))[0], over_preterminals))
-    return root, torch.cat((children[:, :, :n] @ parents, children[:, :, n:]), 2)
+    return rank_root(root, parents), torch.cat((children[:, :, :n] @ parents, children[:, :, n:]), 2)
+
+
+def rank_root(root: Tensor, parents: Tensor) -> Tensor:
+    over_nonterminals, over_preterminals = root.tensor_split([len(parents)])
+    return torch.cat(((over_nonterminals[None] @ parents.to(root.dtype))[0], over_preterminals))
 
 
 class LowRankPCFG(nn.Module):
@@ -131,17 +145,21 @@ class LowRankPCFG(nn.Module):
         tags: Tensor | slice = slice(None)
         if computation.dropout.kept is not None:
             ranks, tags = computation.dropout.kept.to(self.symbols.device)
-        root, rules = rank_space(*self.dense(ranks, tags))
+        root, parents, children = self.dense(ranks, tags)
+        narrow = rules_type(computation.charts, parents.shape[1])
+        inner = parents if computation.factors and factors_pay(*parents.shape) else None
+        root, sides = (rank_root(root, parents), children) if inner is not None else rank_space(root, parents, children)
         # Views of one tensor: left and right lie one after the other in memory, and products can take both at once.
-        left, right = entrances = rules.unbind(0)
-        narrow = rules_type(computation.charts, len(left))
+        left, right = sides.unbind(0)
+        entrances = (left, right) if inner is None else (left, right, inner)
         if narrow is not None:  # autograd would round their gradients, too: those enter at the wide ones
-            left, right = rules.detach().to(narrow).unbind(0)
+            left, right = sides.detach().to(narrow).unbind(0)
+            inner = None if inner is None else inner.detach().to(narrow)
         embeddings = self.symbols[self.nonterminals :] if self.tags is None else self.tags
         features = self.emission_network(embeddings[tags])
         # A view of the word table: the micro-batches' gradients must reach it through this graph alone.
         emission = Emission.of(features, self.words.view_as(self.words), computation.precision, computation.shards)
-        return Grammar(root, left, right, emission, (entrances[0], entrances[1]))
+        return Grammar(root, left, right, emission, entrances, inner=inner)
 
 
 class SharedProjection(nn.Module):
