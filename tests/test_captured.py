@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ CASES = {
     "released": {"model": {"parameterization": "released", "emission_temperature": 0.7}},
     "tables": {"model": {"parameterization": "tables", "state_dropout": 0.2}},
     "rank": {"model": {"family": "rank_pcfg", "rank": 5, "state_dropout": 0.2}},
+    "factors": {"model": {"family": "rank_pcfg", "rank": 4096}},
     "tensor-network": {"model": {"family": "tn_pcfg", "rank": 5}},
     "rotated": {"model": {"children": "rotated", "feature_dropout": 0.2}},
     "nonterminal-root": {"model": {"root": "nonterminals"}},
@@ -89,6 +92,8 @@ def test_replayed_steps_are_the_launched_ones(tmp_path, emulated, case):
     replayed = emulated(config, captures=True)
     assert losses_of(replayed, 14) == wanted
     assert replayed.capture._captured is not None
+    if case == "factors":
+        assert replayed.capture._captured.leaves.inner is not None
     ours, theirs = tensors_of(replayed), tensors_of(launched)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -185,11 +190,17 @@ def on_gpu(config, *overrides: str) -> tuple[Steps, list[float]]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("nonterminals", [64, 300, 1040, 2064])  # with fp32 rules; copied; in place; gradients eager
-@pytest.mark.parametrize("case", ["plain", "dropout", "accumulate", "rotated", "bf16", "tables"])
+@pytest.mark.parametrize(
+    ("case", "nonterminals"),
+    [
+        *itertools.product(  # with fp32 rules; copied; in place; gradients eager
+            ["plain", "dropout", "accumulate", "rotated", "bf16"], [64, 300, 1040, 2064]
+        ),
+        *(("tables", small) for small in (64, 300)),
+        ("factors", 300),
+    ],
+)
 def test_graphs_train_as_launches_do(tmp_path, case, nonterminals):
-    if case == "tables" and nonterminals > 300:
-        pytest.skip("tables are for small grammars")
     model = {"nonterminals": nonterminals, "preterminals": 2 * nonterminals, "dimension": 64}
     changes = merged(BASE, {"model": model, "inside": {"precision": "bf16"}, "networks": {"precision": "tf32"}})
     config = write_config(tmp_path, device="cuda", **merged(changes, CASES[case]))
