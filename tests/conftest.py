@@ -49,11 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def denormals_as_they_were() -> Iterator[None]:
-    """A training in this process makes numbers below 1e-38 zero from then on; the next test shall not depend on it."""
+def torch_as_it_was() -> Iterator[None]:
+    """A training in this process makes numbers below 1e-38 zero and chooses threads; the next test shall not see it.
+
+    Two processes of two threads each on two cores wait for each other: tests have taken 70 times as long.
+    """
     yield
     if "torch" in sys.modules:
-        sys.modules["torch"].set_flush_denormal(False)
+        torch = sys.modules["torch"]
+        torch.set_flush_denormal(False)
+        threads = int(os.environ.get("OMP_NUM_THREADS", 0))
+        if threads and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

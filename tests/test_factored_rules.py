@@ -108,6 +108,31 @@ def test_what_is_lost_in_the_middle_is_noticed():
     torch.testing.assert_close(found.double(), truth, rtol=1e-6, atol=0)
 
 
+def test_factors_are_multiplied_in_no_type_that_loses_them():
+    """In log space, too: a sentence whose word has a probability of e^-800 beside another one."""
+    tiny = random_factors(4, 3, 3, dtype=torch.float32)
+    tiny = tiny._replace(left=tiny.left * 1e-25, inner=tiny.inner * 1e-25)  # their product is below fp32
+    emissions = torch.tensor([[0.0, -800.0, -800.0]] * 2 + [[-800.0, 0.0, -800.0]])
+    wide = FactoredRules(*(tensor.double() for tensor in tiny))
+    truth = flash_inside.inside(wide, emissions.double(), [3], "fp64", "reference")
+    for precision_name, backend in (("fp64", "torch"), ("fp64", "reference"), ("fp32", "torch")):
+        found = flash_inside.inside(tiny, emissions, [3], precision_name, backend)
+        torch.testing.assert_close(found.double(), truth, rtol=1e-6, atol=0)
+
+
+def test_factors_of_several_types():
+    """Their products are at least in fp32, whatever surrounds the call."""
+    rules, emissions = random_factors(5, 3, 4), random_emissions(4, 4)
+    mixed = FactoredRules(rules.root, rules.left.half(), rules.right.bfloat16(), rules.inner.float())
+    truth = flash_inside.inside(FactoredRules(*(tensor.double() for tensor in mixed)), emissions, [4], "fp64")
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = mixed.multiplied()
+        for given, backend in ((mixed, "torch"), (mixed, "reference"), (whole, "torch")):
+            found = flash_inside.inside(given, emissions, [4], "fp64", backend)
+            torch.testing.assert_close(found, truth, rtol=1e-12 if given is mixed else 1e-6, atol=0)
+    assert whole.left.dtype == torch.float32
+
+
 def test_a_sum_over_many_symbols_may_reach_further_than_its_terms(monkeypatch):
     """D of a middle value adds up 2N entries of D: the limit is that much lower."""
     rules, emissions = random_factors(5, 3, 3, dtype=torch.float32), random_emissions(4, 3, dtype=torch.float32)
@@ -143,6 +168,12 @@ def test_what_cannot_be_meant_is_refused():
     for wrong in (rules.inner.T, rules.inner[0], rules.inner[:, :3], random_factors(4, 5, 2).inner):
         with pytest.raises(ValueError, match="inner"):
             flash_inside.inside(rules._replace(inner=wrong), emissions, [3])
+    with pytest.raises(ValueError, match="multiplied"):
+        flash_inside.LeftCorners.of(rules)
+    with pytest.raises(ValueError, match=r"one grammar for all sentences, not \[1, 4, 5\]"):
+        flash_inside.inside(rules._replace(left=rules.left[None]), emissions, [3])
+    with pytest.raises(ValueError, match=r"left and right \[N, M\+P\]"):
+        flash_inside.inside(rules._replace(right=rules.right[:, 1:]), emissions, [3])
     for function in (flash_inside.viterbi, flash_inside.span_marginals, flash_inside.sample_trees, prefix):
         with pytest.raises(ValueError, match="multiplied"):
             function(rules, emissions, [3])

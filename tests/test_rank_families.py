@@ -15,6 +15,7 @@ from torch.func import functional_call
 import flash_inside
 from command_line import lm_pcfg as command
 from grammars import bracketings
+from lm_pcfg.errors import OutOfMemory
 from lm_pcfg.grammar import families
 from lm_pcfg.grammar.computation import Computation, backward_through
 from lm_pcfg.grammar.dropout import Dropout, draw_kept
@@ -232,14 +233,18 @@ def test_gradients(family):
 @pytest.fixture
 def keeps_factors(monkeypatch):
     """Steps keep the factors of these small grammars, too."""
-    monkeypatch.setattr(rank_pcfg, "FEWEST_OF_FACTORS", 1)
-    monkeypatch.setattr(rank_pcfg, "LEAST_RATIO_OF_FACTORS", 1)
+    monkeypatch.setattr(rank_pcfg, "factors_pay", lambda *_: True)
 
 
-def errors_of_gradients(model, charts, *, factors=False):
+@pytest.fixture
+def multiplies_out(monkeypatch):
+    monkeypatch.setattr(rank_pcfg, "factors_pay", lambda *_: False)
+
+
+def errors_of_gradients(model, charts):
     """By weight: those gathered on the leaves of a grammar and taken through its graph, against fp64 charts."""
     words, lengths = torch.tensor([0, 2, 1, 2, 0, 1, 1, 3]), [5, 1, 2]
-    grammar = model(Computation(charts=charts, factors=factors))
+    grammar = model(Computation(charts=charts))
     leaves = grammar.detached()
     leaves.log_likelihood(words, lengths, precision=charts).sum().backward()
     backward_through(grammar, leaves).backward()
@@ -253,7 +258,7 @@ def errors_of_gradients(model, charts, *, factors=False):
 
 @pytest.mark.parametrize("charts", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_gathered_on_the_grammar_reach_every_weight(family, charts):
+def test_gradients_gathered_on_the_grammar_reach_every_weight(family, charts, multiplies_out):
     """With more than 256 rank symbols bf16 charts have rules in bf16, whose gradients enter at wide ones."""
     model = make_model(family, dtype=torch.float32, nonterminals=20, preterminals=30, rank=272, dimension=16)
     grammar, errors = errors_of_gradients(model, charts)
@@ -269,7 +274,7 @@ def test_gradients_gathered_on_the_grammar_reach_every_weight(family, charts):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_factors_reach_every_weight(family, charts, keeps_factors):
     model = make_model(family, dtype=torch.float32, nonterminals=20, preterminals=30, rank=272, dimension=16)
-    grammar, errors = errors_of_gradients(model, charts, factors=True)
+    grammar, errors = errors_of_gradients(model, charts)
     assert grammar.left.shape == grammar.right.shape == (272, 20 + 30)
     assert grammar.inner.shape == (20, 272)
     assert grammar.left.dtype == grammar.inner.dtype == (torch.bfloat16 if charts == "bf16" else torch.float32)
@@ -277,16 +282,35 @@ def test_gradients_of_factors_reach_every_weight(family, charts, keeps_factors):
 
 
 def test_factors_are_kept_where_they_pay():
-    model = make_model("rank_pcfg")
-    assert model(Computation(factors=True)).inner is None
-    assert [rank_pcfg.factors_pay(*sizes) for sizes in ((512, 4096), (512, 2048), (4096, 4096))] == [True, False, False]
+    assert make_model("rank_pcfg")().inner is None
+    assert make_model("rank_pcfg", rank=300)().inner is not None
+    sizes = ((512, 4096), (512, 2048), (64, 256), (4096, 4096))
+    assert [rank_pcfg.factors_pay(*size, "cuda") for size in sizes] == [True, False, False, False]
+    assert [rank_pcfg.factors_pay(*size, "cpu") for size in sizes] == [True, True, True, False]
 
 
-def test_whatever_needs_whole_rules_gets_them(keeps_factors):
-    model = make_model("rank_pcfg")
-    factored, whole = model(Computation(factors=True)), model()
+def test_memory_is_that_of_the_rules_that_are_made():
+    """And if it is not there, the setting that helps most comes first."""
+    family = families.get("rank_pcfg")
+    sizes = {"preterminals": 1024, "dimension": 8, "init": "normal(3, 1)"}
+    few, many = (family.section(family="rank_pcfg", rank=32768, nonterminals=n, **sizes) for n in (64, 16384))
+    assert family.model_memory(few, 1000, "cpu") < 2**30
+    assert family.model_memory(many, 1000, "cpu") > 2 * 2 * 4 * 32768**2
+    with pytest.raises(OutOfMemory, match=r"fewer symbols \(model.rank, model.preterminals, model.nonterminals\)"):
+        family.check_memory(many.model_copy(update={"rank": 2**20}), 1000, "cpu")
+
+
+def test_whatever_needs_whole_rules_gets_them(monkeypatch):
+    model, made = make_model("rank_pcfg"), []
+    for kept in (True, False):
+        monkeypatch.setattr(rank_pcfg, "factors_pay", lambda *_, kept=kept: kept)
+        made.append(model())
+    factored, whole = made
     assert factored.inner is not None
+    assert factored.whole().inner is None
     words = torch.tensor([1, 3, 0, 2])
+    found, wanted = (one.word_posteriors(words, [4], precision="fp64")[0] for one in made)
+    torch.testing.assert_close(found, wanted)
     for found, wanted in zip(factored.rules, whole.rules, strict=True):
         torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(factored.span_marginals(words, [4], precision="fp64")[0],
@@ -305,7 +329,7 @@ def test_a_run_with_factors_is_the_run_without_up_to_rounding_and_resumes(family
     parts = checkpoint.load(checkpoint.latest(train(config, "parts", "resume=auto")), with_optimizer=True)
     for of_whole, of_parts in ((whole.model, parts.model), (whole.optimizer, parts.optimizer)):
         assert all(torch.equal(tensor, of_parts[name]) for name, tensor in of_whole.items())
-    monkeypatch.setattr(rank_pcfg, "FEWEST_OF_FACTORS", 100)
+    monkeypatch.setattr(rank_pcfg, "factors_pay", lambda *_: False)
     train(config, "multiplied")
     with_factors, without = (logged(tmp_path / "runs" / name, "train/loss") for name in ("whole", "multiplied"))
     assert with_factors == pytest.approx(without, rel=1e-5)

@@ -40,7 +40,7 @@ def inside(
                 | "auto": "triton" for CUDA tensors unless in fp64, else "torch"
     limits      int32 [sum(lengths), 2] of `span_limits`, packed likewise: only trees that cross no bracket count
 
-    Differentiable (once) in root, left, right and emissions. A sentence the grammar cannot generate has -inf and a zero
+    Differentiable (once) in rules and emissions. A sentence the grammar cannot generate has -inf and a zero
     gradient. A sentence whose numbers leave the range of the format is recomputed, so it is right for any rules. A
     sentence that needs a rule or an emission that is NaN has NaN.
     """
@@ -55,8 +55,7 @@ def inside(
     if limits is not None:
         limits = check_limits(limits, lengths)
     if backend == "reference":
-        whole = rules.multiplied() if isinstance(rules, FactoredRules) else rules
-        return reference.inside(whole, emissions, lengths, FORMATS[precision].compute, limits)
+        return reference.inside(rules, emissions, lengths, FORMATS[precision].compute, limits)
     return recomputation.inside(rules, emissions, lengths, precision, backend, statistics, limits)
 
 

@@ -3,12 +3,15 @@
     log beta_ij[A] = logsumexp over splits k of  log eta_ik[A] + log zeta_kj[A]
     log eta_ij[A]  = logsumexp over children B of  log left[A, B] + log beta_ij[B]         (zeta: right)
 
+Children B in `FactoredRules` are middle symbols, whose value is logsumexp over A of log inner[B, A] + log beta_ij[A].
+
 Slow, but exact in range: nothing underflows. Differentiable by autograd. -inf stands for probability zero throughout,
 and every operation here gives -inf a zero gradient instead of NaN.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +20,13 @@ from torch import Tensor
 
 from flash_inside.brackets import allowed_spans
 from flash_inside.precision import upcast
-from flash_inside.rules import Rules, connection, log
+from flash_inside.rules import AnyRules, Rules, connection, log
 
 NEGATIVE_INFINITY = float("-inf")
 
 
 def inside(
-    rules: Rules,
+    rules: AnyRules,
     emissions: Tensor,
     lengths: list[int],
     dtype: torch.dtype = torch.float64,
@@ -77,16 +80,15 @@ def span_marginals(
     return [table.detach() for table in tables]
 
 
-def _inside_of_sentence(rules: Rules, words: Tensor, dtype: torch.dtype, span_scores: Tensor | None) -> Tensor:
+def _inside_of_sentence(rules: AnyRules, words: Tensor, dtype: torch.dtype, span_scores: Tensor | None) -> Tensor:
     """Return log Z of one sentence. words: [l, P] log-emissions; span_scores: [l+1, l+1] added to log beta, or None."""
     length, n = words.shape[0], rules.nonterminals
-    if dtype == torch.float64:
-        root, left, right = (upcast(tensor) for tensor in rules)
-        words = upcast(words)
-    else:
-        root, left, right = (tensor.to(dtype) for tensor in rules)
-        words = words.to(dtype)
+    wide = upcast if dtype == torch.float64 else partial(torch.Tensor.to, dtype=dtype)
+    root, left, right, *inner = (wide(tensor) for tensor in rules)
+    words = wide(words)
     log_root, log_left, log_right = safe_log(root), safe_log(left), safe_log(right)
+    log_inner = safe_log(inner[0]) if inner else None
+    m = n if log_inner is None else len(log_inner)
 
     def add_span_scores(log_beta: Tensor, width: int) -> Tensor:
         """log_beta: [spans of this width, symbols]."""
@@ -94,8 +96,8 @@ def _inside_of_sentence(rules: Rules, words: Tensor, dtype: torch.dtype, span_sc
 
     # log_eta[w-1], log_zeta[w-1]: [l-w+1, N] for the spans of width w, by first word
     leaves = add_span_scores(words, 1)  # [l, P]
-    log_eta = [log_matmul(leaves, log_left[:, n:])]
-    log_zeta = [log_matmul(leaves, log_right[:, n:])]
+    log_eta = [log_matmul(leaves, log_left[:, m:])]
+    log_zeta = [log_matmul(leaves, log_right[:, m:])]
     if length == 1:
         if root.shape[0] == n:  # a nonterminal never emits a word
             return root.new_full((), NEGATIVE_INFINITY)
@@ -109,8 +111,9 @@ def _inside_of_sentence(rules: Rules, words: Tensor, dtype: torch.dtype, span_sc
         ]  # each [spans, N]
         log_beta = add_span_scores(log_sum_exp(torch.stack(splits), dim=0), width)
         if width < length:
-            log_eta.append(log_matmul(log_beta, log_left[:, :n]))
-            log_zeta.append(log_matmul(log_beta, log_right[:, :n]))
+            children = log_beta if log_inner is None else log_matmul(log_beta, log_inner)
+            log_eta.append(log_matmul(children, log_left[:, :m]))
+            log_zeta.append(log_matmul(children, log_right[:, :m]))
     return log_sum_exp(log_root[:n] + log_beta[0], dim=0)
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from flash_inside.precision import matmul_precision
+
 
 class Rules(NamedTuple):
     """Rule probabilities of a simple PCFG with N nonterminals and P preterminals.
@@ -84,15 +86,20 @@ class FactoredRules(NamedTuple):
     def index_of(self, sentences: Sequence[int]) -> None:
         return None
 
-    def of_sentences(self, sentences: Sequence[int]) -> Rules:
-        return self.multiplied()
+    def of_sentence(self, sentence: int) -> FactoredRules:
+        return self
+
+    def of_sentences(self, sentences: Sequence[int]) -> FactoredRules:
+        return self
 
     def multiplied(self) -> Rules:
-        """Return the same grammar without factors."""
-        middle = len(self.inner)
-        left, right = (
-            torch.cat((side[:, :middle] @ self.inner, side[:, middle:]), 1) for side in (self.left, self.right)
-        )
+        """Return the same grammar without factors, in their widest type, fp32 at least."""
+        middle, dtype = len(self.inner), torch.float32
+        for tensor in (self.left, self.right, self.inner):
+            dtype = torch.promote_types(dtype, tensor.dtype)
+        left, right, inner = (tensor.to(dtype) for tensor in (self.left, self.right, self.inner))
+        with matmul_precision("fp32"):
+            left, right = (torch.cat((side[:, :middle] @ inner, side[:, middle:]), 1) for side in (left, right))
         return Rules(self.root, left, right)
 
 
@@ -184,7 +191,14 @@ def check_inputs(rules: AnyRules, emissions: Tensor, lengths: Tensor | Sequence[
 def _check_factors(rules: FactoredRules) -> None:
     left, inner = rules.left.shape, rules.inner.shape
     if len(left) != 2 or len(inner) != 2 or inner[1] != left[0] or inner[0] >= left[1]:
-        raise ValueError(f"factored rules must be left [N, M+P] and inner [M, N], not {list(left)} and {list(inner)}")
+        raise ValueError(
+            f"factored rules must be left [N, M+P] and inner [M, N], one grammar for all sentences, not {list(left)} "
+            f"and {list(inner)}"
+        )
+    if rules.right.shape != left:
+        raise ValueError(
+            f"factored rules must have left and right [N, M+P], not {list(left)} and {list(rules.right.shape)}"
+        )
 
 
 def connection(rules: AnyRules, emissions: Tensor) -> Tensor:

@@ -38,7 +38,9 @@ SIZES = ("rank", "nonterminals")
 def check_prunable(trained: TrainedGrammar) -> Grammar | DenseGrammar:
     """Return the grammar; refuse, in one line, models that have no symbols of their own to leave out."""
     grammar, family = trained.grammar, trained.settings.model.family
-    if isinstance(grammar, Grammar | DenseGrammar):
+    if isinstance(grammar, Grammar):
+        return grammar.whole()
+    if isinstance(grammar, DenseGrammar):
         return grammar
     if isinstance(grammar, Compound):
         reason = "each sentence has a grammar of its own, which networks make from its latent vector"

@@ -25,7 +25,6 @@ class Computation(NamedTuple):
     charts: str = "fp32"  # precision of the inside algorithm; for "bf16" the rules may be made in bf16
     shards: EmissionShards | None = None  # None: every process computes all normalisers of the emission
     dropout: Dropout = Dropout()  # what this step leaves out
-    factors: bool = False  # whether low-rank rules may stay factors, if this is faster: see families/rank_pcfg.py
     batches: Sequence[Batch] = ()  # of this step, for models that look at the sentences first
 
 

@@ -159,8 +159,9 @@ class _Forest:
     """Trees that grow. A node has a row in the arrays of its level; its parent is given by its number among all."""
 
     def __init__(self, grammar: Grammar | DenseGrammar, number: int, random: np.random.Generator, max_length: int):
-        self.grammar, self.number, self.random, self.max_length = grammar, number, random, max_length
-        self.n = grammar.rules.nonterminals
+        self.grammar = grammar.whole() if isinstance(grammar, Grammar) else grammar
+        self.number, self.random, self.max_length = number, random, max_length
+        self.n = self.grammar.rules.nonterminals
         self.log_probability = np.zeros(number)
         self.cut = np.zeros(number, dtype=bool)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import flash_inside
 from flash_inside import FactoredRules, ResidentRules, Rules, Statistics
+from flash_inside.devices import check_memory
 from flash_inside.softmax import product_precision
 from lm_pcfg.grammar import analysis
 from lm_pcfg.grammar.emission import Emission
@@ -32,22 +33,31 @@ class Grammar(NamedTuple):
     left: Tensor
     right: Tensor
     emission: Emission
-    #: Where the gradients of left and right (and inner) enter the graph, if not through themselves: see
-    #: `child_probabilities`.
+    #: Where the gradients of left and right (and inner) enter the graph, if not through themselves: narrow
+    #: probabilities take none. See `child_probabilities`.
     entrances: tuple[Tensor, ...] | None = None
     #: For the gradients of left and right, where these stay at the same addresses: see `flash_inside.ResidentRules`.
     gradient_memory: tuple[Tensor, Tensor] | None = None
-    #: A factor of left and right, which are then those of `flash_inside.FactoredRules`.
+    #: A factor of left and right, which are then those of `flash_inside.FactoredRules`. Likelihoods need no others;
+    #: what needs whole rules asks `rules` for them, or `whole`.
     inner: Tensor | None = None
 
     @property
     def rules(self) -> Rules:
-        if self.inner is not None:
-            return FactoredRules(self.root, self.left, self.right, self.inner).multiplied()
-        return Rules(self.root, self.left, self.right)
+        """The rules [N, N+P]; factors are multiplied out each time."""
+        if self.inner is None:
+            return Rules(self.root, self.left, self.right)
+        n, p = self.nonterminals, len(self.emission.features)
+        check_memory(4.0 * 4 * n * (n + p), self.left.device)  # two matrices, and their parts before they are joined
+        return FactoredRules(self.root, self.left, self.right, self.inner).multiplied()
+
+    def whole(self) -> Grammar:
+        """Return the same grammar without factors, for what uses its rules again and again."""
+        return self if self.inner is None else Grammar(*self.rules, self.emission)
 
     @property
-    def _rules_of_training(self) -> Rules | FactoredRules:
+    def rules_of_inside(self) -> Rules | FactoredRules:
+        """The rules as the inside algorithm takes them fastest."""
         if self.inner is not None:
             return FactoredRules(self.root, self.left, self.right, self.inner)
         if self.gradient_memory is not None:
@@ -92,7 +102,7 @@ class Grammar(NamedTuple):
         """
         self._check_differentiable()
         emissions = self.emission.log_probabilities(words)
-        return flash_inside.inside(self._rules_of_training, emissions, lengths, precision, backend, statistics, limits)
+        return flash_inside.inside(self.rules_of_inside, emissions, lengths, precision, backend, statistics, limits)
 
     def log_likelihood_unchecked(
         self,
@@ -106,7 +116,7 @@ class Grammar(NamedTuple):
         """The same before it is known which sentences have to be recomputed; see `flash_inside.inside_unchecked`."""
         self._check_differentiable()
         emissions = self.emission.log_probabilities(words)
-        return flash_inside.inside_unchecked(self._rules_of_training, emissions, lengths, precision, backend, limits)
+        return flash_inside.inside_unchecked(self.rules_of_inside, emissions, lengths, precision, backend, limits)
 
     @torch.no_grad()
     def span_marginals(
@@ -124,7 +134,9 @@ class Grammar(NamedTuple):
     ) -> list[Tensor]:  # fmt: skip
         """Posterior of the preterminals at every word: [l, P] a sentence, zeros where it has no tree."""
         return self.emission.posteriors(
-            words, lengths, lambda some: flash_inside.inside(self.rules, some, lengths, precision, backend, statistics)
+            words,
+            lengths,
+            lambda some: flash_inside.inside(self.rules_of_inside, some, lengths, precision, backend, statistics),
         )
 
     @torch.no_grad()

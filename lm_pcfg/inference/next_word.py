@@ -52,8 +52,8 @@ class NextWords:
                 f"{trained.checkpoint}: a model of family {trained.settings.model.family} has no next-word "
                 "probabilities; simple PCFGs, rank PCFGs, TN-PCFGs and HMMs have"
             )
-        self.model: Grammar | HiddenMarkovModel = model
-        self.corners = LeftCorners.of(Rules(*model.rules)) if isinstance(model, Grammar) else None
+        self.model: Grammar | HiddenMarkovModel = model.whole() if isinstance(model, Grammar) else model
+        self.corners = LeftCorners.of(Rules(*self.model.rules)) if isinstance(self.model, Grammar) else None
 
     @property
     def emission(self) -> Emission:

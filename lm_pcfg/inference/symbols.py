@@ -165,6 +165,7 @@ def symbols(
     text, name  count the uses in the trees of this text, which goes by this name; None: in derivations of the grammar
     """
     with torch.no_grad():
+        grammar = grammar.whole()
         rules, emission = grammar.rules, grammar.emission
         n, of_text, ending = rules.nonterminals, None, False
         if text is None:

@@ -90,7 +90,6 @@ class Steps:
         self.computation = Computation(
             precision=settings.networks.precision,
             charts=settings.inside.precision,
-            factors=True,
             shards=EmissionShards(engine.model_group) if engine.model_group and self.family.shares_emission else None,
         )
         self.average = MovingAverage(self.learner.local_weights(), settings.ema.decay) if settings.ema.decay else None

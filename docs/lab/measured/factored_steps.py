@@ -21,8 +21,8 @@ SENTENCES, WORDS = 16, 24
 def main() -> None:
     for rank, nonterminals in SIZES:
         changes = [f"model.rank={rank}", f"model.nonterminals={nonterminals}", "model.preterminals=4096"]
-        for way, fewest, ratio in (("multiplied", 10**9, 10**9), ("factors", 1, 1)):
-            rank_pcfg.FEWEST_OF_FACTORS, rank_pcfg.LEAST_RATIO_OF_FACTORS = fewest, ratio
+        for way in ("multiplied", "factors"):
+            rank_pcfg.factors_pay = lambda *_, kept=way == "factors": kept
             print(f"{way}: {measure('ptb_lm_rank_4096', changes, SENTENCES, WORDS)}", flush=True)
             gc.collect()
             torch.cuda.empty_cache()

@@ -59,6 +59,8 @@ class LeftCorners(NamedTuple):
     @classmethod
     def of(cls, rules: Rules) -> LeftCorners:
         """Solve for them: the work of a few products [N, N] with [N, N]."""
+        if not isinstance(rules, Rules):
+            raise ValueError("left corners of factored rules are those of rules.multiplied()")
         sides = [_summing_to_one(side) for side in (rules.left, rules.right)]
         root, (left, right) = upcast(rules.root), sides
         ends, trusted = ending_probabilities(left, right)

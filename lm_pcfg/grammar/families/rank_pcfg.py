@@ -19,9 +19,9 @@ derivation in rank symbols, which may be another tree than the best one of the d
 rank symbols, and a rank symbol here over the nonterminals.
 
 The products V_N U and W_N U are made once a step, with 2 N r^2 multiplications, and three times that with the backward.
-Where r is much larger than N, training steps keep the factors instead (`factors_pay`): U is the inner factor of
-`flash_inside.FactoredRules`, a span takes 3 N r multiplications instead of 2 r^2, and no [r, r] matrix is made.
-Scoring, parsing and evaluations multiply them out. The two differ by rounding.
+Where r is much larger than N the factors are kept instead (`factors_pay`): U is the inner factor of
+`flash_inside.FactoredRules`, a span takes 3 N r multiplications instead of 2 r^2, and no [r, r] matrix is made. The two
+differ by rounding. Likelihoods are computed from factors; spans, trees, samples and `info` need them multiplied out.
 
 With `networks.precision: bf16` the products behind the rules are in TF32; those of the emission are in bf16.
 
@@ -39,6 +39,7 @@ with biases, Res as in sn_pcfg.py. * The mass of S -> preterminal has a paramete
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,14 +54,16 @@ from lm_pcfg.grammar.families.shared.sections import RankPCFGSection
 from lm_pcfg.grammar.grammar import Grammar
 from lm_pcfg.grammar.networks import FEW, initialise, residual_network, root_probabilities
 
-#: Steps keep the factors from so many rank symbols on, and if there are so many of them for each nonterminal: below,
-#: launches bound the time.
-FEWEST_OF_FACTORS, LEAST_RATIO_OF_FACTORS = 4096, 3
+#: Factors are kept from so many rank symbols on, if there are so many of them for each nonterminal. On a GPU launches
+#: bound the time of smaller charts, and more products are more launches.
+FEWEST_OF_FACTORS = {"cpu": 256, "cuda": 4096}
+LEAST_RATIO_OF_FACTORS = 3
 
 
-def factors_pay(nonterminals: int, ranks: int) -> bool:
-    """Return whether a training step is faster with the factors than with the rules over rank symbols."""
-    return ranks >= max(FEWEST_OF_FACTORS, LEAST_RATIO_OF_FACTORS * nonterminals)
+def factors_pay(nonterminals: int, ranks: int, device: torch.device | str) -> bool:
+    """Return whether the inside algorithm is faster with the factors than with the rules over rank symbols."""
+    fewest = FEWEST_OF_FACTORS.get(torch.device(device).type, FEWEST_OF_FACTORS["cuda"])
+    return ranks >= max(fewest, LEAST_RATIO_OF_FACTORS * nonterminals)
 
 
 def rank_space(root: Tensor, parents: Tensor, children: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +150,7 @@ class LowRankPCFG(nn.Module):
             ranks, tags = computation.dropout.kept.to(self.symbols.device)
         root, parents, children = self.dense(ranks, tags)
         narrow = rules_type(computation.charts, parents.shape[1])
-        inner = parents if computation.factors and factors_pay(*parents.shape) else None
+        inner = parents if factors_pay(len(parents), parents.shape[1], parents.device) else None
         root, sides = (rank_root(root, parents), children) if inner is not None else rank_space(root, parents, children)
         # Views of one tensor: left and right lie one after the other in memory, and products can take both at once.
         left, right = sides.unbind(0)
@@ -184,6 +187,7 @@ class LowRankFamily(PCFGFamily):
     """A family of low-rank PCFGs; `factors` makes its U, V and W."""
 
     own_tags = False
+    sizes = ("rank", "preterminals", "nonterminals")
 
     def factors(self, model: RankPCFGSection) -> nn.Module:
         raise NotImplementedError
@@ -210,6 +214,12 @@ class LowRankFamily(PCFGFamily):
 
     def chart_nonterminals(self, model: RankPCFGSection) -> int:
         return model.rank
+
+    def rules_of_a_step(self, model: Any, device: torch.device | str) -> float:
+        n, p, ranks = model.nonterminals, model.preterminals, self._most_of_a_step(model)
+        if factors_pay(n, ranks, device):
+            return 2 * ranks * (n + p) + n * ranks
+        return 2 * super().rules_of_a_step(model, device)  # the products, and they again with the preterminals
 
     def fewest_weights(self, model: RankPCFGSection, words: int) -> int:
         return (model.nonterminals + model.preterminals + model.rank + words) * model.dimension

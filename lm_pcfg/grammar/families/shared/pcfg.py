@@ -23,7 +23,7 @@ class PCFGFamily(Family):
     """A family whose modules make a `Grammar`."""
 
     has_trees = True
-    sizes = ("nonterminals", "preterminals")
+    sizes: tuple[str, ...] = ("nonterminals", "preterminals")
     shares_emission = True
 
     def fewest_symbols(self, model: PCFGSection) -> int:
@@ -32,10 +32,13 @@ class PCFGFamily(Family):
 
     def model_memory(self, model: PCFGSection, words: int, device: torch.device | str) -> float:
         """Count the weights, and on a CPU the rules of a step."""
-        nonterminals = self.chart_nonterminals(model)
-        rules = 2 * nonterminals * (nonterminals + model.preterminals)
-        of_a_step = rules * self.share_of_a_step(model) ** 2 if torch.device(device).type == "cpu" else 0
+        of_a_step = self.rules_of_a_step(model, device) if torch.device(device).type == "cpu" else 0
         return BYTES * (self.fewest_weights(model, words) + of_a_step)
+
+    def rules_of_a_step(self, model: PCFGSection, device: torch.device | str) -> float:
+        """Count the probabilities of left and right that state dropout leaves."""
+        nonterminals = self.chart_nonterminals(model)
+        return 2 * nonterminals * (nonterminals + model.preterminals) * self.share_of_a_step(model) ** 2
 
     def chart_memory(self, model: PCFGSection, lengths: Sequence[int], precision: str) -> float:
         return chart_memory(lengths, self._most_of_a_step(model), precision)
