@@ -27,7 +27,7 @@ CASES = {
     "released": {"model": {"parameterization": "released", "emission_temperature": 0.7}},
     "tables": {"model": {"parameterization": "tables", "state_dropout": 0.2}},
     "rank": {"model": {"family": "rank_pcfg", "rank": 5, "state_dropout": 0.2}},
-    "factors": {"model": {"family": "rank_pcfg", "rank": 4096}},
+    "factors": {"model": {"family": "rank_pcfg", "rank": 6144}},
     "tensor-network": {"model": {"family": "tn_pcfg", "rank": 5}},
     "rotated": {"model": {"children": "rotated", "feature_dropout": 0.2}},
     "nonterminal-root": {"model": {"root": "nonterminals"}},

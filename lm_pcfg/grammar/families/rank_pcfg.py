@@ -56,7 +56,7 @@ from lm_pcfg.grammar.networks import FEW, initialise, residual_network, root_pro
 
 #: Factors are kept from so many rank symbols on, if there are so many of them for each nonterminal. On a GPU launches
 #: bound the time of smaller charts, and more products are more launches.
-FEWEST_OF_FACTORS = {"cpu": 256, "cuda": 4096}
+FEWEST_OF_FACTORS = {"cpu": 256, "cuda": 6144}
 LEAST_RATIO_OF_FACTORS = 3
 
 
