@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.training.steps import Steps
 
+REPOSITORY = Path(__file__).parents[1]
 CONFIG = """
 data: {train: TEXT}
 model: {nonterminals: 1, dimension: 8}
@@ -61,6 +63,29 @@ def test_a_low_rank_grammar_has_as_many_rank_symbols_as_nonterminals(tmp_path, m
     assert seen == [(2, 2), (4, 4)]
     with pytest.raises(UserError, match=r"model\.rank would have no effect"):
         step_benchmark.main(config, ["model.rank=3"], [2], [2], 1, None, None)
+
+
+@pytest.mark.parametrize("family", ["rank_pcfg", "lhmm", "sc_pcfg"])
+def test_a_config_is_measured_as_it_is(family, tmp_path, capsys):
+    table, plot = tmp_path / "steps.csv", tmp_path / "steps.svg"
+    config = REPOSITORY / f"configs/tiny/{family}.yaml"
+    batches = ["batch.by=cost", "batch.cost=600"] if family == "rank_pcfg" else ["batch.sentences=3"]
+    changes = ["threads=1", "batch.accumulate=2", *batches]
+    assert step_benchmark.main(config, changes, None, None, 1, table, plot)
+    with table.open() as file:
+        (row,) = csv.DictReader(file)
+    model = load_settings(config, changes).model
+    assert row["family"] == family
+    for size in ("nonterminals", "preterminals", "rank", "states"):
+        assert row[size] == str(getattr(model, size, ""))
+    assert all(float(row[f"{part}_ms"]) > 0 for part in step_benchmark.PARTS)
+    assert float(row["sentences"]) >= 6 if family == "rank_pcfg" else row["sentences"] == "6"
+    assert f"{row['nonterminals'] or row['states']} x {row['sentences']}" in plot.read_text()
+    if family == "lhmm":
+        with pytest.raises(UserError, match="--nonterminals: family lhmm has none"):
+            step_benchmark.main(config, changes[:1], [4], None, 1, None, None)
+    with pytest.raises(UserError, match=r"batch\.\w+ would have no effect"):
+        step_benchmark.main(config, changes, None, [4], 1, None, None)
 
 
 def test_a_grammar_that_does_not_fit_into_memory_gets_a_note(tmp_path, monkeypatch, capsys):

@@ -258,12 +258,12 @@ def draw_steps(rows: Sequence[Row]) -> str:
     timed = [row for row in rows if row["step_ms"] not in ("", None)]
     totals = [sum(_number(row, f"{part}_ms") for part in PART_COLOURS) for row in timed]
     scale = (BARS_WIDTH - left - right) / max([*totals, 1e-9])
-    parts = [_text(8, 18, f"Training step, ms (nonterminals x sentences). {_machine(timed)}")]
+    parts = [_text(8, 18, f"Training step, ms (nonterminals or states x sentences). {_machine(timed)}")]
     for number, (part, colour) in enumerate(PART_COLOURS.items()):
         parts += [_bar(8 + 110 * number, 28, 12, 12, colour), _text(24 + 110 * number, 39, part)]
     y = 54
     for row in timed:
-        parts.append(_text(8, y + 15, f"{row['nonterminals']} x {row['sentences']}"))
+        parts.append(_text(8, y + 15, f"{row['nonterminals'] or row['states']} x {row['sentences']}"))
         x = float(left)
         for part, colour in PART_COLOURS.items():
             width = _number(row, f"{part}_ms") * scale

@@ -1,4 +1,4 @@
-"""`lm_pcfg bench step`: what a training step costs, and which part of it, over a grid of grammars and batch sizes.
+"""`lm_pcfg bench step`: what a training step costs, and which part of it, of a config or over a grid of sizes.
 
 The step is the trainer's own. Its time is measured twice, on the same batches: over many steps in a row, nothing waited
 for (step_ms, words per second, everything included); and part by part, without CUDA graphs of the networks, where the
@@ -20,8 +20,8 @@ measurement are such.
 Peak memory is that of the GPU's tensors; without a GPU, of the whole process, where Linux tells ("-" elsewhere). That
 includes what libraries keep for themselves, also of a larger size before it: measure from small to large.
 
-There are twice as many preterminals as nonterminals, and a step is one batch of so many sentences, whatever the config
-says.
+A config is measured as it is, whatever its family. In a grid of nonterminals there are twice as many preterminals, and
+a step is one batch of so many sentences, whatever the config says.
 """
 
 from __future__ import annotations
@@ -62,20 +62,25 @@ PARTS = ("networks", "emission", "inside", "backward", "optimizer")
 #: Parts that can be separated where a step's networks are two CUDA graphs, and the last of PARTS in each.
 PARTS_ON_DEVICE = {"grammar": "emission", "inside": "inside", "update": "optimizer"}
 FIELDS = (
-    "nonterminals", "preterminals", "sentences", "state_dropout", "inside_precision", "networks_precision",
+    "family", "nonterminals", "preterminals", "rank", "states", "sentences",
+    "state_dropout", "inside_precision", "networks_precision",
     *(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "words_per_step", "peak_gib", "recomputed",
     *(f"{part}_on_device_ms" for part in PARTS_ON_DEVICE),
     "vocabulary", "config", "data", "device", "torch", "date", "note",
 )  # fmt: skip
 #: What Linux tells of this process.
 PROCESS = Path("/proc/self")
-#: Nonterminals that are measured by default.
-GRID, GRID_WITHOUT_GPU = "512,2048,4096,8192", "64,128,256"
-#: Settings that the grid decides, and how to.
-DECIDED = {
+#: Settings of a model that are its sizes, as far as its family has them.
+SIZES = ("nonterminals", "preterminals", "rank", "states")
+#: Nonterminals and sentences that are measured without a config, and nonterminals where there is no GPU.
+GRID, GRID_WITHOUT_GPU, SENTENCES = "512,2048,4096,8192", "64,128,256", 16
+#: Settings that --nonterminals and --sentences decide, and how to.
+DECIDED_BY_NONTERMINALS = {
     "model.nonterminals": "use --nonterminals",
     "model.preterminals": "they are twice the nonterminals",
     "model.rank": "it is the number of nonterminals",
+}
+DECIDED_BY_SENTENCES = {
     "batch.by": "use --sentences",
     "batch.sentences": "use --sentences",
     "batch.cost": "use --sentences",
@@ -87,40 +92,45 @@ def main(
     config: Path | None,
     overrides: list[str],
     nonterminals: list[int] | None,
-    sentences: list[int],
+    sentences: list[int] | None,
     steps: int | None,
     table: Path | None,
     plot: Path | None,
 ) -> bool:
     """Print a line for every size as it is measured; write the CSV and the plot. Return whether any could be measured.
 
-    nonterminals, steps  None: what a GPU does in a minute or two, or less without one
+    nonterminals  None: those of the config; without one, what a GPU does in a minute or two, or less without a GPU
+    sentences     None: the batches of the config; with a grid of nonterminals, 16
     """
+    on_gpu = torch.cuda.is_available()
+    steps = steps or (100 if on_gpu else 10)
+    if nonterminals is None and config is None:
+        grid = default_grid(on_gpu, "--nonterminals", GRID, GRID_WITHOUT_GPU)
+        nonterminals = [int(n) for n in grid.split(",")]
+    if sentences is None and nonterminals is not None:
+        sentences = [SENTENCES]
+    decided = (DECIDED_BY_NONTERMINALS if nonterminals else {}) | (DECIDED_BY_SENTENCES if sentences else {})
     for override in overrides:
         given, _, value = override.partition("=")
-        for key, what_to_do in DECIDED.items():
+        for key, what_to_do in decided.items():
             section, _, name = key.partition(".")
             if given.strip() == key or (given.strip() == section and re.search(rf"\b{name}\b", value)):
                 raise UserError(f"command line: {key} would have no effect in bench step; {what_to_do}")
     if problem := why_not_all_written((table, plot)):  # before anything is measured
         raise UserError(problem)
-    on_gpu = torch.cuda.is_available()
-    steps = steps or (100 if on_gpu else 10)
-    if nonterminals is None:
-        grid = default_grid(on_gpu, "--nonterminals", GRID, GRID_WITHOUT_GPU)
-        nonterminals = [int(n) for n in grid.split(",")]
     results = Results(FIELDS, table, plot, draw_steps)
     with _settings(config, overrides) as settings:
-        heads = (*PARTS, "step ms", "words/s", "GiB", "again")
-        print(f"{'N':>6} {'batch':>5} " + " ".join(f"{head:>9}" for head in heads))
         for row in bench_steps(settings, nonterminals, sentences, steps):
+            if not results.rows:
+                heads = (*PARTS, "step ms", "words/s", "GiB", "again")
+                print(f"{'N':>6} {'batch':>5} " + " ".join(f"{head:>9}" for head in heads))
             results.add(row)
             print(_line(row), flush=True)
     return not all(row["note"] for row in results.rows)
 
 
 def _line(row: Row) -> str:
-    start = f"{row['nonterminals']:>6} {row['sentences']:>5} "
+    start = f"{row['nonterminals'] or row['states']:>6} {row['sentences']:>5} "
     columns = (*(f"{part}_ms" for part in PARTS), "step_ms", "words_per_second", "peak_gib", "recomputed")
     if row["note"]:
         return start + str(row["note"])
@@ -129,28 +139,35 @@ def _line(row: Row) -> str:
     return f"{line}\n{'':13}of a step in a row: {', '.join(on_device)} ms" if on_device else line
 
 
-def bench_steps(settings: Settings, nonterminals: list[int], sentences: list[int], steps: int) -> Iterator[Row]:
-    """Time every combination; a grammar that does not fit into memory gets a note."""
+def bench_steps(
+    settings: Settings, nonterminals: list[int] | None, sentences: list[int] | None, steps: int
+) -> Iterator[Row]:
+    """Time every combination; a model that does not fit into memory gets a note. None: as in the settings."""
     engine = Engine(settings)
     if engine.world_size > 1:
         raise UserError("bench step measures one process; start it without a launcher")
-    if not isinstance(settings.model, PCFGSection):
-        raise UserError(f"bench step measures simple PCFGs, not family {settings.model.family}")
-    for n in nonterminals:
-        for count in sentences:
+    if nonterminals and not isinstance(settings.model, PCFGSection):
+        raise UserError(f"--nonterminals: family {settings.model.family} has none; without it the config is measured")
+    for n in nonterminals or (None,):
+        for count in sentences or (None,):
             values = settings.model_dump()
-            sizes = {"nonterminals": n, "preterminals": 2 * n, "rank": n}
-            values["model"] |= {name: size for name, size in sizes.items() if name in values["model"]}
-            values["batch"] |= {"by": "sentences", "sentences": count, "accumulate": 1}
+            if n is not None:
+                sizes = {"nonterminals": n, "preterminals": 2 * n, "rank": n}
+                values["model"] |= {name: size for name, size in sizes.items() if name in values["model"]}
+            if count is not None:
+                values["batch"] |= {"by": "sentences", "sentences": count, "accumulate": 1}
             yield _measure(type(settings).model_validate(values), engine, steps)
 
 
 def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
     model: Any = settings.model
+    batch = settings.batch
     row: Row = dict.fromkeys(FIELDS, "")
+    row |= {name: getattr(model, name) for name in SIZES if hasattr(model, name)}
     row |= {
-        "nonterminals": model.nonterminals, "preterminals": model.preterminals, "sentences": settings.batch.sentences,
-        "state_dropout": 0.0 if model.state_dropout_until else model.state_dropout,
+        "family": model.family,
+        "sentences": batch.sentences * batch.accumulate if batch.by == "sentences" else "",  # or their mean
+        "state_dropout": 0.0 if getattr(model, "state_dropout_until", None) else model.state_dropout,
         "inside_precision": settings.inside.precision,
         "networks_precision": settings.networks.precision, "config": settings.name,
         "data": Path(str(settings.data.train)).name, "device": _device_name(engine.device),
@@ -177,12 +194,12 @@ def _timed(training: Steps, steps: int) -> Row:
     training.position.step = training.total_steps  # of a state dropout that falls to 0, the steps with most symbols
     peak_is_known = _reset_peak_memory(device)
     # Lengths come again: after these steps, kernels and most graphs are there.
-    most_sentences = 0
+    batch, most_sentences = training.settings.batch, 0
     for _ in range(max(steps, STEPS_BEFORE_CAPTURE + 2)):
         batches = training.stream.next_step()
         most_sentences = max([most_sentences, *(len(batch.lengths) for batch in batches)])
         training.step(batches)
-    if most_sentences < training.settings.batch.sentences:
+    if batch.by == "sentences" and most_sentences < batch.sentences:
         return {"note": f"the text has no batch of more than {most_sentences} sentences"}
     training.finish_update()
     recomputed_before = training.position.window.recomputed
@@ -210,6 +227,8 @@ def _timed(training: Steps, steps: int) -> Row:
             training.finish_update()
             clock.part_ended("optimizer")
     parts: Row = {f"{part}_ms": round(1e3 * clock.seconds[part] / steps, 3) for part in PARTS}
+    if batch.by == "cost":
+        parts["sentences"] = round(sum(one.n_sentences for batches in timed for one in batches) / steps, 1)
     return parts | on_device | peak | {
         "step_ms": round(1e3 * seconds / steps, 3),
         "words_per_second": round(words / seconds),

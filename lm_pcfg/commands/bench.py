@@ -54,21 +54,28 @@ def bench_step(
     ] = None,
     nonterminals: Annotated[
         str | None,
-        typer.Option(help="Numbers of nonterminals; default: 512,2048,4096,8192, or smaller without a GPU."),
+        typer.Option(
+            help="Numbers of nonterminals; default: the config as it is; without one, 512,2048,4096,8192, or smaller "
+            "without a GPU."
+        ),
     ] = None,
-    sentences: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "16",
+    sentences: Annotated[
+        str | None,
+        typer.Option(help="Batch sizes, with commas between them; default: the config's; with --nonterminals 16."),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Number of steps to time; default: 100, or 10 without a GPU.")
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write an SVG here.")] = None,
 ) -> None:
-    """Time a training step and its parts over a grid of grammars and batch sizes.
+    """Time a training step and its parts: of a config, or over a grid of grammars and batch sizes.
 
-    There are twice as many preterminals as nonterminals, and a step is one batch, whatever the config says.
+    With --nonterminals there are twice as many preterminals, and with --sentences a step is one batch, whatever the
+    config says.
     """
     sizes = None if nonterminals is None else _numbers("--nonterminals", nonterminals)
-    grid = sizes, _numbers("--sentences", sentences)
+    grid = sizes, None if sentences is None else _numbers("--sentences", sentences)
     from lm_pcfg.bench import step
 
     if not step.main(config, overrides or [], *grid, steps, csv, plot):
