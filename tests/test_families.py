@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import lm_pcfg
 import processes
 from lm_pcfg.commands.info import info
 from lm_pcfg.commands.text.score import score
@@ -20,6 +22,7 @@ from lm_pcfg.distributed.engine import Engine
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import families
 from lm_pcfg.grammar.families.shared.family import Family
+from lm_pcfg.grammar.generation import Derivation
 from lm_pcfg.settings import ModelSection, setting
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
@@ -54,6 +57,15 @@ class Bag(NamedTuple):
     def log_likelihood(self, words, lengths, *, precision="fp32", backend="auto", statistics=None) -> Tensor:
         sums = torch.stack([part.sum() for part in self.log_p[words].split(lengths)])
         return sums + (torch.tensor(lengths) - 1) * math.log(self.more) + math.log1p(-self.more)
+
+    def sample(self, number, *, seed, max_length, end_id=None):
+        random, probabilities = np.random.default_rng(seed), self.log_p.detach().double().exp().numpy()
+        for _ in range(number):
+            length = int(random.geometric(1 - self.more))
+            words = random.choice(len(probabilities), size=length, p=probabilities / probabilities.sum()).tolist()
+            nodes = [(place, place + 1, 0) for place in range(length)]
+            cut = length > max_length
+            yield Derivation([] if cut else words, [] if cut else nodes, math.nan if cut else 0.0, cut)
 
     def describe(self, thorough: bool = False) -> dict[str, float]:
         return {"entropy/words": -(self.log_p.exp() * self.log_p).sum().item()}
@@ -120,6 +132,17 @@ def test_it_is_trained_checkpointed_resumed_and_scored(config, capsys):
         info(checkpoint=run, grammar=True)
     with pytest.raises(UserError, match="family bag has no such root"):
         score(file="text.txt", checkpoint=[run], root="nonterminals")
+
+
+def test_its_sentences_are_drawn_and_what_it_lacks_is_refused(config):
+    train(config=config)
+    model = lm_pcfg.load("runs/bag")
+    samples = model.sample(200, seed=3, max_length=30)
+    lengths = [len(sample.text.split()) for sample in samples]
+    assert 3.5 < sum(lengths) / len(lengths) < 6.5  # 1 / (1 - 0.8)
+    assert {word for sample in samples for word in sample.text.split()} <= {*TEXT.split(), "<unk>"}
+    with pytest.raises(UserError, match="family bag has no next-word probabilities"):
+        model.surprisal(["the cat"])
 
 
 def test_a_run_in_two_parts_is_the_run_in_one(config):

@@ -23,8 +23,7 @@ from lm_pcfg.grammar import families, markov
 from lm_pcfg.grammar.computation import EXACT, backward_through
 from lm_pcfg.grammar.dropout import Dropout, KeptStates
 from lm_pcfg.grammar.emission import Emission
-from lm_pcfg.grammar.generation import sample_sequences
-from lm_pcfg.grammar.markov import HiddenMarkovModel
+from lm_pcfg.grammar.markov import HiddenMarkovModel, sample_sequences
 from lm_pcfg.settings_file import load_settings, settings_class
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import read_metrics

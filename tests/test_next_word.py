@@ -19,7 +19,7 @@ from lm_pcfg.cli import app
 from lm_pcfg.commands.text.surprisal import _object, _rows
 from lm_pcfg.errors import UserError
 from lm_pcfg.grammar.emission import Emission
-from lm_pcfg.grammar.grammar import Grammar
+from lm_pcfg.grammar.grammar import Grammar, GrammarPrefixes
 from lm_pcfg.grammar.markov import HiddenMarkovModel
 from lm_pcfg.inference.model import END, Model
 from lm_pcfg.inference.next_word import GrowingSentence, NextWords, complete
@@ -127,7 +127,7 @@ def test_entropies_of_explicit_ends_in_batches_of_lines(runs):
 
 def test_long_prefixes_are_computed_at_once(runs, monkeypatch):
     """They do not grow word by word, which takes minutes."""
-    monkeypatch.setattr(NextWords, "growing", None)
+    monkeypatch.setattr(GrammarPrefixes, "growing", None)
     generator = torch.Generator().manual_seed(0)
     model = lm_pcfg.load(runs / "one")
     words = torch.randn(len(model.vocabulary), 4, dtype=torch.float64, generator=generator)

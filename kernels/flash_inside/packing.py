@@ -322,3 +322,15 @@ def taken(packed: np.ndarray, lengths: Sequence[int], sentences: Sequence[int]) 
     """Return the rows of some sentences of a packed array [sum(lengths), ...]."""
     parts = np.split(packed, np.cumsum(lengths)[:-1])
     return np.concatenate([parts[sentence] for sentence in sentences])
+
+
+def side_by_side(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield, for each place in sentences that grow together, how many are so long, and where their symbols are.
+
+    The longest come first, so that those which go on are always the first ones.
+    """
+    order = sorted(range(len(lengths)), key=lambda sentence: -lengths[sentence])
+    first = np.cumsum([0, *lengths]).tolist()
+    for place in range(max(lengths, default=0)):
+        rows = [first[sentence] + place for sentence in order if lengths[sentence] > place]
+        yield len(rows), rows

@@ -35,6 +35,7 @@ from flash_inside.softmax import product_precision
 from lm_pcfg.grammar.computation import EXACT, Computation
 from lm_pcfg.grammar.dropout import Latent
 from lm_pcfg.grammar.emission import padded_ids
+from lm_pcfg.grammar.generation import Derivation
 from lm_pcfg.grammar.grammar import Grammar
 
 #: Without gradients, sentences are computed in chunks whose rules and charts take this part of the device's memory.
@@ -343,6 +344,12 @@ class Compound(NamedTuple):
         random, first = np.random.default_rng(seed), self.tensors[0]
         for _ in range(number):
             yield self.at(torch.from_numpy(random.standard_normal(self.networks.module.latent)).to(first))
+
+    def sample(self, number: int, *, seed: int, max_length: int, end_id: int | None = None) -> Iterator[Derivation]:
+        """Draw so many sentences with their trees, each of a grammar of its own."""
+        seeds = np.random.SeedSequence([seed, 1]).generate_state(number, np.uint64).tolist()
+        for grammar, own_seed in zip(self.drawn(number, seed=seed), seeds, strict=True):
+            yield from grammar.sample(1, seed=own_seed, max_length=max_length)
 
     @property
     def warning(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from lm_pcfg.errors import UserError
 from lm_pcfg.grammar import analysis
 from lm_pcfg.grammar.analysis import entropy
 from lm_pcfg.grammar.emission import Emission
+from lm_pcfg.grammar.generation import Derivation, Draw, sample_derivations
 
 
 class DenseGrammar(NamedTuple):
@@ -96,6 +98,15 @@ class DenseGrammar(NamedTuple):
         with product_precision("fp32"):
             emissions = self.emission.log_probabilities(words)
         return dense.last_siblings(self.rules, emissions, lengths)
+
+    def sample(self, number: int, *, seed: int, max_length: int, end_id: int | None = None) -> Iterator[Derivation]:
+        """Draw so many sentences with their trees; see `sample_derivations`. A sentence ends where its tree does."""
+        return iter(sample_derivations(self, number, seed=seed, max_length=max_length))
+
+    def draw_children(self, parents: np.ndarray, draw: Draw) -> np.ndarray:
+        """Draw the children of some nonterminals: all left ones, then all right ones."""
+        size = self.pairs.shape[2]
+        return np.concatenate(np.divmod(draw(lambda rows: self.pairs[rows].flatten(1), parents, size**2), size))
 
     def detached(self) -> DenseGrammar:
         """The same values as leaves of a new graph, on which micro-batches accumulate their gradients."""

@@ -1,28 +1,26 @@
-"""Derivations drawn from a model itself: trees from the root down, or sequences of states, with their words.
+"""Derivations drawn from a grammar itself: trees from the root down, with their words.
 
 All derivations grow together, one level at a time. The nodes of a level that have the same label draw from one
 cumulative sum in fp64, so the memory is that of some rows of the rules or of the emission, never samples x N or P x V.
 
 A derivation that is known to need more than `max_length` words is cut, since that of a supercritical grammar may never
-end. The rest are samples of p(derivation | at most max_length words). The states of a hidden Markov model are drawn in
-the same way, one step of all sequences at a time.
+end. The rest are samples of p(derivation | at most max_length words).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.dense import DenseGrammar
-from lm_pcfg.grammar.grammar import Grammar
-from lm_pcfg.grammar.markov import HiddenMarkovModel
+from lm_pcfg.grammar.emission import Emission
 
 LARGEST_BLOCK = 1 << 22  # numbers in some rows of probabilities
 
@@ -65,7 +63,27 @@ class Derivations:
             word, node = word + length, node + count
 
 
-def sample_derivations(grammar: Grammar | DenseGrammar, number: int, *, seed: int, max_length: int) -> Derivations:
+#: (table: numbers of rows -> their probabilities, a row for each draw, options) -> the option of each draw
+Draw = Callable[[Callable[[Tensor], Tensor], np.ndarray, int], np.ndarray]
+
+
+class DrawnGrammar(Protocol):
+    """What a grammar has whose trees are drawn."""
+
+    @property
+    def root(self) -> Tensor: ...
+
+    @property
+    def emission(self) -> Emission: ...
+
+    @property
+    def nonterminals(self) -> int: ...
+
+    def draw_children(self, parents: np.ndarray, draw: Draw) -> np.ndarray:
+        """Draw the children of some nonterminals: all left ones, then all right ones."""
+
+
+def sample_derivations(grammar: DrawnGrammar, number: int, *, seed: int, max_length: int) -> Derivations:
     """Draw so many derivations. The same seed draws the same ones.
 
     Rows of probabilities that do not quite sum to 1 (bf16) are normalised for the draw; log-probabilities are those of
@@ -106,69 +124,19 @@ def draw_options(
     return chosen, probability
 
 
-def sample_sequences(
-    model: HiddenMarkovModel, number: int, *, seed: int, max_length: int, end: int
-) -> list[Derivation]:
-    """Draw so many sequences of states and words, each up to its first word `end`. The same seed draws the same ones.
-
-    Where transitions are given in two factors, what is drawn between them is part of the log-probability.
-    """
-    if number < 0 or max_length < 1:
-        raise ValueError(f"{number} sequences of at most {max_length} words cannot be drawn")
-    random, device = np.random.default_rng(seed), model.start.device
-    log_probability = np.zeros(number)
-    going, states = np.arange(number), np.zeros(number, dtype=np.int64)  # the samples that have not ended
-
-    def draw(table: Callable[[Tensor], Tensor], rows: np.ndarray, options: int) -> np.ndarray:
-        chosen, probability = draw_options(table, rows, options, random, device)
-        log_probability[going] += np.log(probability)
-        return chosen
-
-    steps = []  # (sample, state, word) of each
-    with torch.no_grad():
-        states = draw(model.start[None].__getitem__, states, len(model.start))
-        for step in range(max_length):
-            if step:
-                for matrix in model.transition:
-                    states = draw(matrix.__getitem__, states, matrix.shape[1])
-            words = draw(
-                lambda rows: model.emission.log_probabilities_of(rows).double().exp(),
-                states,
-                len(model.emission.embeddings),
-            )
-            steps.append((going, states, words))
-            going, states = going[words != end], states[words != end]
-            if not len(going):
-                break
-    log_probability[going] = np.nan
-    sample, state, word = (np.concatenate(arrays) for arrays in zip(*steps, strict=True))
-    order = np.argsort(sample, kind="stable")  # steps of a sample stay in order
-    lengths = np.bincount(sample, minlength=number)
-    ends = np.cumsum(lengths).tolist()
-    word, state = word[order], state[order]
-    cut = np.isin(np.arange(number), going).tolist()
-    samples = []
-    for is_cut, stop, length, score in zip(cut, ends, lengths.tolist(), log_probability.tolist(), strict=True):
-        own = slice(stop, stop) if is_cut else slice(stop - length, stop)
-        nodes = [(place, place + 1, label) for place, label in enumerate(state[own].tolist())]
-        samples.append(Derivation(word[own].tolist(), nodes, score, is_cut))
-    return samples
-
-
 class _Forest:
     """Trees that grow. A node has a row in the arrays of its level; its parent is given by its number among all."""
 
-    def __init__(self, grammar: Grammar | DenseGrammar, number: int, random: np.random.Generator, max_length: int):
-        self.grammar = grammar.whole() if isinstance(grammar, Grammar) else grammar
+    def __init__(self, grammar: DrawnGrammar, number: int, random: np.random.Generator, max_length: int):
+        self.grammar, self.n = grammar, grammar.nonterminals
         self.number, self.random, self.max_length = number, random, max_length
-        self.n = self.grammar.rules.nonterminals
         self.log_probability = np.zeros(number)
         self.cut = np.zeros(number, dtype=bool)
 
     def grow(self) -> Derivations:
         sample = np.arange(self.number)
         root = self.grammar.root[None]
-        label = self._draw(root.__getitem__, np.zeros_like(sample), root.shape[1], sample)
+        label = self._draw(sample, root.__getitem__, np.zeros_like(sample), root.shape[1])
         parent = np.full_like(sample, -1)
         levels, before = [(sample, label, parent)], 0  # nodes of all levels before this one
         leaves = np.zeros(self.number, dtype=np.int64)
@@ -184,24 +152,13 @@ class _Forest:
             parent = before + np.flatnonzero(inner)
             before += len(label)
             sample, above = sample[inner], label[inner]
-            label = self._children(above, sample)
+            label = self.grammar.draw_children(above, partial(self._draw, sample))
             sample, parent = np.tile(sample, 2), np.tile(parent, 2)  # all left children, then all right ones
             levels.append((sample, label, parent))
         return self._derivations(levels)
 
-    def _children(self, above: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """Draw the children of some nonterminals: all left ones, then all right ones."""
-        grammar = self.grammar
-        if isinstance(grammar, DenseGrammar):
-            size = grammar.pairs.shape[2]
-            drawn = self._draw(lambda rows: grammar.pairs[rows].flatten(1), above, size**2, sample)
-            return np.concatenate(np.divmod(drawn, size))
-        return np.concatenate([
-            self._draw(rule.__getitem__, above, rule.shape[1], sample) for rule in (grammar.left, grammar.right)
-        ])  # fmt: skip
-
     def _draw(
-        self, table: Callable[[Tensor], Tensor], rows: np.ndarray, options: int, sample: np.ndarray
+        self, sample: np.ndarray, table: Callable[[Tensor], Tensor], rows: np.ndarray, options: int
     ) -> np.ndarray:
         """Draw an option for each node from its row of a table [?, options], and count it in the log-probability.
 
@@ -240,8 +197,8 @@ class _Forest:
     def _words(self, preterminals: np.ndarray, sample: np.ndarray) -> np.ndarray:
         emission = self.grammar.emission
         return self._draw(
+            sample,
             lambda rows: emission.log_probabilities_of(rows).double().exp(),
             preterminals,
             len(emission.embeddings),
-            sample,
         )

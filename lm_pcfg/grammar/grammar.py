@@ -6,7 +6,7 @@ there; one backward pass then takes those through the networks (`backward_throug
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 import flash_inside
-from flash_inside import FactoredRules, ResidentRules, Rules, Statistics
+from flash_inside import FactoredRules, GrowingPrefixes, LeftCorners, Prefixes, ResidentRules, Rules, Statistics
 from flash_inside.devices import check_memory
 from flash_inside.softmax import product_precision
 from lm_pcfg.grammar import analysis
 from lm_pcfg.grammar.emission import Emission
+from lm_pcfg.grammar.generation import Derivation, Draw, sample_derivations
 
 
 class Grammar(NamedTuple):
@@ -164,6 +165,19 @@ class Grammar(NamedTuple):
             emissions = self.emission.log_probabilities(words)
         return flash_inside.sample_trees(self.rules, emissions, lengths, samples, generator=generator)
 
+    def sample(self, number: int, *, seed: int, max_length: int, end_id: int | None = None) -> Iterator[Derivation]:
+        """Draw so many sentences with their trees; see `sample_derivations`. A sentence ends where its tree does."""
+        return iter(sample_derivations(self.whole(), number, seed=seed, max_length=max_length))
+
+    def draw_children(self, parents: np.ndarray, draw: Draw) -> np.ndarray:
+        """Draw the children of some nonterminals: all left ones, then all right ones."""
+        left, right = self.rules.left, self.rules.right
+        return np.concatenate([draw(rule.__getitem__, parents, rule.shape[1]) for rule in (left, right)])
+
+    def prefix_model(self) -> GrammarPrefixes:
+        """Return what says how sentences begin and go on."""
+        return GrammarPrefixes(self)
+
     def _check_differentiable(self) -> None:
         if self.entrances is not None and self.entrances[0] is not self.left and torch.is_grad_enabled():
             raise RuntimeError("these rules take no gradients themselves: use detached() and backward_through()")
@@ -197,3 +211,31 @@ class Grammar(NamedTuple):
         """The paper's root: the mass of S -> preterminal is taken away and the rest renormalised."""
         nonterminal_part = self.root[..., : self.nonterminals]
         return self._replace(root=nonterminal_part / nonterminal_part.sum(-1, keepdim=True))
+
+
+class GrammarPrefixes:
+    """What a grammar says of prefixes; see `PrefixModel` (families/shared/family.py)."""
+
+    end_is_a_word = False
+
+    def __init__(self, grammar: Grammar):
+        self.emission, self.rules = grammar.emission, Rules(*grammar.rules)
+        self.corners = LeftCorners.of(self.rules)
+
+    @property
+    def finite_mass(self) -> float:
+        return self.corners.finite_mass(self.rules.root).item()
+
+    def prefixes(
+        self, emissions: Tensor, lengths: list[int], *, precision: str, statistics: Statistics | None = None,
+        with_next: bool = False,
+    ) -> Prefixes:  # fmt: skip
+        return flash_inside.prefix(
+            self.rules, emissions, lengths, precision, "auto", statistics, self.corners, with_next
+        )
+
+    def growing(self, count: int) -> GrowingPrefixes:
+        return GrowingPrefixes(self.rules, count, self.corners)
+
+    def memory(self, max_length: int) -> int:
+        return self.rules.nonterminals * max_length**2

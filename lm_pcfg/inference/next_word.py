@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flash_inside import GrowingPrefixes, LeftCorners, Prefixes, Rules, Statistics, prefix
+from flash_inside import Prefixes, Statistics
+from flash_inside.packing import side_by_side
 from flash_inside.softmax import product_precision
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.emission import Emission
+from lm_pcfg.grammar.families.shared.family import Growing, PrefixModel
 from lm_pcfg.grammar.generation import draw_options
-from lm_pcfg.grammar.grammar import Grammar
-from lm_pcfg.grammar.markov import HiddenMarkovModel
 from lm_pcfg.inference.trained import TrainedGrammar
 
 LARGEST_BLOCK = 1 << 24  # numbers of a table [prefixes, words]
@@ -29,42 +28,23 @@ LARGEST_CHARTS = 1 << 27  # numbers in the charts of prefixes that grow together
 LITTLE_LOST = 1e-6  # mass of derivations without end that nobody need be told of
 
 
-class Growing(Protocol):
-    """Prefixes that grow by a word at a time, see `flash_inside.GrowingPrefixes`."""
-
-    begins: Tensor
-    ends: Tensor
-
-    def next_preterminals(self) -> Tensor: ...
-
-    def add(self, emissions: Tensor) -> None: ...
-
-    def keep(self, which: Tensor) -> None: ...
-
-
 class NextWords:
     """What a trained model says of prefixes. Words are ids, with `<eos>` as one of them where ends are explicit."""
 
     def __init__(self, trained: TrainedGrammar):
         self.trained, model = trained, trained.grammar
-        if not isinstance(model, Grammar | HiddenMarkovModel):
+        if not hasattr(model, "prefix_model"):
             raise UserError(
                 f"{trained.checkpoint}: a model of family {trained.settings.model.family} has no next-word "
                 "probabilities; simple PCFGs, rank PCFGs, TN-PCFGs and HMMs have"
             )
-        self.model: Grammar | HiddenMarkovModel = model.whole() if isinstance(model, Grammar) else model
-        self.corners = LeftCorners.of(Rules(*self.model.rules)) if isinstance(self.model, Grammar) else None
-
-    @property
-    def emission(self) -> Emission:
-        return self.model.emission
+        self.model: PrefixModel = model.prefix_model()
+        self.emission = self.model.emission
 
     @property
     def finite_mass(self) -> float:
         """The probability that a sentence ends at all: 1 unless the grammar loses mass."""
-        if self.corners is None or not isinstance(self.model, Grammar):
-            return 1.0
-        return self.corners.finite_mass(self.model.root).item()
+        return self.model.finite_mass
 
     def warning(self) -> str | None:
         """Say how much mass is lost, if that is worth telling."""
@@ -84,34 +64,12 @@ class NextWords:
         """Return log P of all prefixes, see `flash_inside.prefix`. words: [sum(lengths)] ids."""
         with product_precision("fp32"):
             emissions = self.emission.log_probabilities(words)
-        if isinstance(self.model, Grammar):
-            rules = Rules(*self.model.rules)
-            return prefix(rules, emissions, lengths, precision, "auto", statistics, self.corners, with_next)
-        if statistics is not None:
-            statistics.sentences += len(lengths)
-        return self._chain_prefixes(words, emissions, lengths, with_next)
-
-    def _chain_prefixes(self, words: Tensor, emissions: Tensor, lengths: list[int], with_next: bool) -> Prefixes:
-        """The same of a hidden Markov model, whose sentences end in `<eos>` and nowhere else."""
-        growing = self.growing(len(lengths))
-        begins = torch.empty(sum(lengths), dtype=torch.float64, device=emissions.device)
-        following = torch.empty(emissions.shape if with_next else (0, 0), dtype=torch.float64, device=emissions.device)
-        for alive, rows in _side_by_side(lengths):
-            growing.keep(torch.arange(alive, device=begins.device))
-            if with_next:
-                following[rows] = growing.next_preterminals()
-            growing.add(emissions[rows])
-            begins[rows] = growing.begins
-        assert self.trained.vocabulary.end_id is not None
-        is_end = words.to(begins.device) == self.trained.vocabulary.end_id
-        ends = torch.where(is_end, begins, -math.inf)
-        return Prefixes(begins, ends, following if with_next else None)
-
-    def growing(self, count: int) -> Growing:
-        """Return prefixes of no word."""
-        if isinstance(self.model, Grammar):
-            return GrowingPrefixes(Rules(*self.model.rules), count, self.corners)
-        return GrowingChain(self.model, count)
+        found = self.model.prefixes(emissions, lengths, precision=precision, statistics=statistics, with_next=with_next)
+        end_id = self.trained.vocabulary.end_id
+        if not self.model.end_is_a_word or end_id is None:
+            return found
+        is_end = words.to(found.begins.device).eq(end_id)
+        return found._replace(ends=torch.where(is_end, found.begins, -math.inf))
 
     @torch.no_grad()
     def words_after(self, preterminals: Tensor) -> Tensor:
@@ -134,15 +92,15 @@ class NextWords:
         ends: of `prefixes`. None: the end is just `<eos>`, as in a hidden Markov model, so `following` knows it.
         """
         end_id = self.trained.vocabulary.end_id
-        if isinstance(self.model, HiddenMarkovModel):
+        if self.model.end_is_a_word:
             return None
         if end_id is None:
             before = torch.cat((ends.new_full((1,), -math.inf), ends[:-1])).double()
             before[[int(place) for place in np.cumsum([0, *lengths])[:-1]]] = -math.inf  # a sentence has a word
             return before
         closings = torch.empty(len(words), dtype=torch.float64, device=ends.device)
-        emissions, growing = self.emissions_of(words.cpu().numpy()), self.growing(len(lengths))
-        for alive, rows in _side_by_side(lengths):
+        emissions, growing = self.emissions_of(words.cpu().numpy()), self.model.growing(len(lengths))
+        for alive, rows in side_by_side(lengths):
             growing.keep(torch.arange(alive, device=ends.device))
             closings[rows] = self.closing(growing, alive).to(closings.device)
             growing.add(emissions[rows])
@@ -186,11 +144,8 @@ class NextWords:
         Ends that are explicit are part of the sentence.
         """
         results: list[list[int] | None] = []
-        numbers = (
-            self.model.rules.nonterminals * max_length**2 if isinstance(self.model, Grammar) else len(self.model.start)
-        )
-        step = max(1, LARGEST_CHARTS // numbers)
-        start = self.growing(1)
+        step = max(1, LARGEST_CHARTS // self.model.memory(max_length))
+        start = self.model.growing(1)
         for word in begun:
             start.add(self.emissions_of(np.array([word])))
         if start.begins[0] == -math.inf:
@@ -209,7 +164,7 @@ class NextWords:
         while len(going):
             ends = (growing.ends - growing.begins).exp().cpu().numpy() if length else np.zeros(len(going))
             ended = random.random(len(going)) < ends
-            if isinstance(self.model, HiddenMarkovModel) and length:
+            if self.model.end_is_a_word and length:
                 ended = np.array([sentences[sample][-1] == self.trained.vocabulary.end_id for sample in going])
             for sample in going[ended]:
                 results[sample] = sentences[sample]
@@ -249,47 +204,6 @@ class NextWords:
         return growing
 
 
-def _side_by_side(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Yield, for each place in sentences that grow together, how many are so long, and where their symbols are.
-
-    The longest come first, so that those which go on are always the first ones.
-    """
-    order = sorted(range(len(lengths)), key=lambda sentence: -lengths[sentence])
-    first = np.cumsum([0, *lengths]).tolist()
-    for place in range(max(lengths, default=0)):
-        rows = [first[sentence] + place for sentence in order if lengths[sentence] > place]
-        yield len(rows), rows
-
-
-class GrowingChain:
-    """Prefixes of a hidden Markov model that grow by a word at a time, in fp64; as `flash_inside.GrowingPrefixes`."""
-
-    def __init__(self, model: HiddenMarkovModel, count: int):
-        self.model = model
-        self._rows = model.start.double().expand(count, -1)  # [count, S] of the next state, divided by its sum
-        self.begins = self._rows.new_zeros(count)
-        self.ends = torch.full_like(self.begins, -math.inf)  # it has no end but a word
-        self._scale = torch.zeros_like(self.begins)
-
-    def next_preterminals(self) -> Tensor:
-        return self._rows.log() + self._scale[:, None]
-
-    def add(self, emissions: Tensor) -> None:
-        largest = emissions.double().amax(1)
-        largest = torch.where(largest == -math.inf, 0.0, largest)
-        rows = self._rows * (emissions.double() - largest[:, None]).exp()
-        total = rows.sum(1)
-        self.begins = total.log() + self._scale + largest
-        rows = rows / torch.where(total > 0, total, 1.0)[:, None]
-        for matrix in self.model.transition:
-            rows = rows @ matrix.double()
-        self._rows, self._scale = rows, self.begins
-
-    def keep(self, which: Tensor) -> None:
-        self._rows, self._scale, self.begins = self._rows[which], self._scale[which], self.begins[which]
-        self.ends = self.ends[which]
-
-
 @torch.no_grad()
 def log_probabilities_after(models: Sequence[NextWords], begun: Sequence[int]) -> np.ndarray:
     """Return log p(what comes next | words) in the even mixture of some models: fp64 [V + 1], as `GrowingSentence`.
@@ -305,7 +219,7 @@ def log_probabilities_after(models: Sequence[NextWords], begun: Sequence[int]) -
         assert found.next is not None
         log_begun.append(found.begins[-2] if begun else found.begins.new_zeros(()))
         closing = None
-        if end_id is not None and isinstance(model.model, Grammar):
+        if end_id is not None and not model.model.end_is_a_word:
             closing = found.ends[-1:]
         elif end_id is None:
             closing = found.ends[-2:-1] if begun else found.ends.new_full((1,), -math.inf)
@@ -324,7 +238,7 @@ class GrowingSentence:
 
     def __init__(self, models: Sequence[NextWords], begun: Sequence[int] = ()):
         self.words: list[int] = []
-        self._models = [(model, model.growing(1)) for model in models]
+        self._models = [(model, model.model.growing(1)) for model in models]
         for word in begun:
             self.add(word)
 
@@ -343,7 +257,7 @@ class GrowingSentence:
         joint = []
         for model, growing in self._models:
             closing = growing.ends if model.trained.vocabulary.end_id is None else None
-            if closing is None and isinstance(model.model, Grammar):
+            if closing is None and not model.model.end_is_a_word:
                 closing = model.closing(growing, 1)
             joint.append(model.following(growing.next_preterminals(), closing)[0])
         begins = [growing.begins[0] if self.words else growing.begins.new_zeros(()) for _, growing in self._models]

@@ -12,11 +12,8 @@ import torch
 from lm_pcfg.corpus.pieces import AnyVocabulary, PieceVocabulary
 from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.compound import Compound
-from lm_pcfg.grammar.dense import DenseGrammar
-from lm_pcfg.grammar.generation import Derivation, sample_derivations, sample_sequences
-from lm_pcfg.grammar.grammar import Grammar
-from lm_pcfg.grammar.markov import HiddenMarkovModel
+from lm_pcfg.grammar.families import family_of
+from lm_pcfg.grammar.generation import Derivation
 from lm_pcfg.grammar.parsing import Parser, labelled_tree
 from lm_pcfg.inference.trained import TrainedGrammar
 
@@ -92,34 +89,22 @@ def draw_samples(
     """Yield samples of the even mixture of some grammars; those left out are counted in `drawn`."""
     check_draws(number, seed, max_length)
     for one in mixture:
-        if not isinstance(one.grammar, Grammar | DenseGrammar | HiddenMarkovModel | Compound):
+        if not hasattr(one.grammar, "sample"):
             raise UserError(f"{one.checkpoint}: a model of family {one.settings.model.family} cannot be sampled")
     for block, start in enumerate(range(0, number, AT_A_TIME)):
         count = min(AT_A_TIME, number - start)
         chosen = np.random.default_rng([seed, block]).integers(len(mixture), size=count)
         made = []
         for place, one in enumerate(mixture):
-            own, most = int((chosen == place).sum()), max_length + (one.vocabulary.end_id is not None)
-            made.append(_derivations(one, own, _seed(seed, block, place), most))
+            own, end_id = int((chosen == place).sum()), one.vocabulary.end_id
+            most = max_length + (end_id is not None)
+            made.append(one.grammar.sample(own, seed=_seed(seed, block, place), max_length=most, end_id=end_id))
         for place in chosen.tolist():
             derivation = next(made[place])
             sample = None if derivation.cut else _sample(mixture[place], derivation)
             drawn.add(None if derivation.cut else derivation.words, None if sample is None else sample.text)
             if sample is not None:
                 yield sample
-
-
-def _derivations(one: TrainedGrammar, number: int, seed: int, most: int) -> Iterator[Derivation]:
-    if isinstance(one.grammar, HiddenMarkovModel):
-        assert one.vocabulary.end_id is not None
-        return iter(sample_sequences(one.grammar, number, seed=seed, max_length=most, end=one.vocabulary.end_id))
-    if isinstance(one.grammar, Compound):  # every sentence has a grammar of its own
-        seeds = np.random.SeedSequence([seed, 1]).generate_state(number, np.uint64).tolist()
-        grammars = zip(one.grammar.drawn(number, seed=seed), seeds, strict=True)
-        return (
-            next(iter(sample_derivations(grammar, 1, seed=own_seed, max_length=most))) for grammar, own_seed in grammars
-        )
-    return iter(sample_derivations(one.grammar, number, seed=seed, max_length=most))
 
 
 def _seed(*parts: int) -> int:
@@ -134,7 +119,7 @@ def _sample(trained: TrainedGrammar, derivation: Derivation) -> Sample | None:
         return None
     ids = derivation.words if vocabulary.end_id is None else derivation.words[:-1]
     words = [vocabulary.words[id] for id in ids]
-    if isinstance(trained.grammar, HiddenMarkovModel):
+    if not family_of(trained.settings.model).has_trees:
         tree = Tree(tuple(words), tuple(f"S{state}" for _, _, state in derivation.nodes[: len(ids)]), ())
     else:
         tree = labelled_tree(words, derivation.nodes, range(len(ids) + 1), trained.grammar.nonterminals)

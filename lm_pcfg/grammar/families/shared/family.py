@@ -13,12 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flash_inside import Statistics
+from flash_inside import Prefixes, Statistics
 from flash_inside.devices import memory_of
 from flash_inside.precision import FORMATS
 from lm_pcfg.errors import OutOfMemory
 from lm_pcfg.grammar.contexts import EncodedText
 from lm_pcfg.grammar.dropout import Dropout
+from lm_pcfg.grammar.emission import Emission
 from lm_pcfg.settings import ModelSection
 
 BYTES = 4  # of a number in fp32
@@ -37,6 +38,8 @@ class Distribution(Protocol):
         viterbi, sample_trees               labelled trees, and those drawn for a sentence
         word_posteriors                     `tag`
         with_root_over_nonterminals         `--root nonterminals`
+        sample                              `sample`: derivations drawn from the model itself
+        prefix_model                        `next`, `surprisal`: a `PrefixModel`
         sentence_figures                    further figures of sentences, whose mean an evaluation logs
         warning                             what a user should know before figures are believed
     """
@@ -62,6 +65,42 @@ class Distribution(Protocol):
 
     def describe(self, thorough: bool = False) -> dict[str, float]:
         """Figures that an evaluation logs, by the names they have in the metrics; thorough: those of `info` too."""
+
+
+class Growing(Protocol):
+    """Prefixes that grow by a word at a time; see `flash_inside.GrowingPrefixes`."""
+
+    begins: Tensor
+    ends: Tensor
+
+    def next_preterminals(self) -> Tensor: ...
+
+    def add(self, emissions: Tensor) -> None: ...
+
+    def keep(self, which: Tensor) -> None: ...
+
+
+class PrefixModel(Protocol):
+    """What a distribution says of how sentences begin: the words before a word give each preterminal a probability."""
+
+    emission: Emission
+    end_is_a_word: bool  # whether a sentence ends with its first `<eos>`, and nowhere else; `ends` are -inf then
+
+    @property
+    def finite_mass(self) -> float:
+        """The probability that a sentence ends at all: 1 unless the grammar loses mass."""
+
+    def prefixes(
+        self, emissions: Tensor, lengths: list[int], *, precision: str, statistics: Statistics | None = None,
+        with_next: bool = False,
+    ) -> Prefixes:  # fmt: skip
+        """Return log P of all prefixes; see `flash_inside.prefix`."""
+
+    def growing(self, count: int) -> Growing:
+        """Return so many prefixes of no word."""
+
+    def memory(self, max_length: int) -> int:
+        """Return how many numbers are kept of a prefix of so many words that grows."""
 
 
 class Family:
