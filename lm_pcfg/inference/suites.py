@@ -16,7 +16,6 @@ from lm_pcfg.corpus.lengths import Limits
 from lm_pcfg.corpus.suites.files import METRICS, Item, Pair, Spelling, Suite, SuiteItem, read_suite
 from lm_pcfg.corpus.suites.formulas import Region, Undefined
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.compound import Compound
 from lm_pcfg.inference.lines import REASONS, OnLines, Warnings, unit_of, warn_of_unknown
 from lm_pcfg.inference.model import Model
 from lm_pcfg.inference.sample import counted
@@ -144,7 +143,7 @@ class _Sentences:
             self._first[text] = by_key.setdefault((len(text.split()), *ids), text)
         pairs, regions = (self._distinct(items, kind) for kind in (Pair, SuiteItem))
         on_lines(max(0, len(texts) - len(pairs) - len(regions)))
-        if pairs and any(isinstance(one.grammar, Compound) for one in model.grammars):
+        if pairs and model.is_bound:
             warn("a compound PCFG has no exact probabilities: pairs compare estimates of a lower bound")
         scores = model.score(pairs, on_lines=on_lines).tolist() if pairs else []
         self._scores = dict(zip(pairs, scores, strict=True))
