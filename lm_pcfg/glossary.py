@@ -133,6 +133,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "skipped_share": "share of the updates that were left out because loss or gradient were not finite",
         "gradient_norm": "mean norm of the gradient before clipping",
         "learning_rate": "of the last step",
+        "train/words": "words of the updates since the line of metrics before, in units of the vocabulary",
         "words_per_second": "speed of training, in units of the vocabulary",
         "sentences_per_second": "speed of training",
         "training_seconds": "seconds of training, without evaluations and pauses",

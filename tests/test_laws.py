@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from lm_pcfg import cli
 from lm_pcfg.bench import laws
 from lm_pcfg.bench.laws import Law, Trained
+from lm_pcfg.bench.plot import draw_laws
 from lm_pcfg.errors import UserError
 from lm_pcfg.inference.report import read_runs
 from lm_pcfg.storage.metrics_file import MetricsFile
@@ -104,28 +105,80 @@ def test_the_law_of_compute_is_that_of_runs_no_cheaper_one_beats() -> None:
     assert all(any(one.seconds < run.seconds and one.loss <= run.loss for one in fitted.runs) for run in beaten)
 
 
+def test_a_short_schedule_may_be_what_no_cheaper_run_beats(tmp_path: Path) -> None:
+    short = [run_of(run.nonterminals, run.words, loss=run.loss + 0.03, epochs=2.0) for run in grid()]
+    runs = [*grid(), *short]
+    fitted = laws.fit(runs)
+    assert fitted.runs == laws.fit(grid()).runs
+    assert any(run in short for run in fitted.frontier)
+    for run in runs:
+        beaten = any(one.seconds <= run.seconds and one.loss < run.loss for one in runs)
+        assert (run in fitted.frontier) is not beaten, run
+    assert {run["name"] for run in laws.report(fitted)["frontier"]} == {run.name for run in fitted.frontier}
+    drawn = xml.fromstring(draw_laws(fitted)).findall(".//{http://www.w3.org/2000/svg}circle")
+    assert len(drawn) == 3 * 9 + len([run for run in fitted.frontier if run in short])
+
+
+def test_a_run_that_the_others_do_not_know_is_named() -> None:
+    runs = grid()
+    assert "is something wrong" not in laws.table(laws.fit(runs))
+    runs[4] = runs[4]._replace(loss=9.9)
+    assert "off at 1024-4e+06: is something wrong with this run?" in laws.table(laws.fit(runs))
+
+
 class TestAdvice:
     def test_it_takes_the_largest_that_fits(self) -> None:
         fitted = laws.fit(grid())
         rich, poor = laws.advise(fitted, 1.6e7, 1e9), laws.advise(fitted, 1.6e7, run_of(1024, 1.6e7).seconds * 1.01)
         assert rich is not None
         assert poor is not None
-        assert (rich.nonterminals, rich.words) == (8192, 1.6e7)  # twice the largest run, and no more
+        assert (rich.nonterminals, rich.words) == (4096, 1.6e7)  # the largest run, and no more
+        assert "; there is time for more nonterminals" in laws.advice_line(fitted, rich, 1.6e7, 1e9)
         assert (poor.nonterminals, poor.words) == (1024, 1.6e7)
         assert poor.seconds == pytest.approx(run_of(1024, 1.6e7).seconds, rel=1e-6)
         assert poor.loss == pytest.approx(TRUE.at(1024, 1.6e7), rel=1e-4)
-        assert "take N 1024, about 4 epochs" in laws.advice_line(poor, 1.6e7, 3600.0)
+        assert laws.advice_line(fitted, poor, 1.6e7, 3600.0).endswith(f"perplexity {math.exp(poor.loss):.1f}")
+        assert "take N 1024, about 4 epochs" in laws.advice_line(fitted, poor, 1.6e7, 3600.0)
 
     def test_a_part_of_the_text_may_be_better_than_a_tiny_grammar(self) -> None:
-        advice = laws.advise(laws.fit(grid()), 1.6e7, run_of(256, 4e6).seconds * 1.01)
+        fitted = laws.fit(grid())
+        advice = laws.advise(fitted, 1.6e7, run_of(256, 4e6).seconds * 1.01)
         assert advice is not None
         assert (advice.nonterminals, advice.words) == (256, 4e6)
-        assert "on 4,000,000 of the words" in laws.advice_line(advice, 1.6e7, 3600.0)
+        assert "on 4,000,000 of the words" in laws.advice_line(fitted, advice, 1.6e7, 3600.0)
+
+    def test_times_are_those_measured(self) -> None:
+        """A step is as long with few nonterminals as with somewhat more, and four times as long with twice many."""
+        step = {256: 1.5e-6, 1024: 2e-6, 4096: 1.6e-5}  # seconds a word
+        runs = [run._replace(seconds=step[run.nonterminals] * run.words * run.epochs) for run in grid()]
+        fitted = laws.fit(runs)
+        for size, seconds in step.items():
+            assert laws.seconds_per_word(runs, size) == pytest.approx(seconds)
+        cost = step[4096] * 1.6e7 * 4.0
+        enough, little = (laws.advise(fitted, 1.6e7, cost * share) for share in (1.001, 0.999))
+        assert enough is not None
+        assert little is not None
+        assert (enough.nonterminals, enough.words, enough.seconds) == (4096, 1.6e7, pytest.approx(cost))
+        assert little.nonterminals < 4096 or little.words < 1.6e7
+        assert step[1024] < laws.seconds_per_word(runs, 2048) < step[4096]
+
+    def test_a_text_unlike_those_of_the_runs_is_a_guess(self) -> None:
+        fitted = laws.fit(grid())
+        for words in (1e4, 1e12):
+            advice = laws.advise(fitted, words, 1e12)
+            assert advice is not None
+            assert advice.epochs == pytest.approx(4.0)
+            assert "a guess, since these runs have" in laws.advice_line(fitted, advice, words, 1e12)
+        some = laws.advise(fitted, 1e9, run_of(256, 1e6).seconds * 1.1)  # of a text far too long for that time
+        assert some is not None
+        assert (some.nonterminals, some.words) == (256, 1e6)
 
     def test_no_time_is_no_advice(self) -> None:
         fitted = laws.fit(grid())
         assert laws.advise(fitted, 1.6e7, 1e-3) is None
-        assert "no size of these runs" in laws.advice_line(None, 1.6e7, 1e-3)
+        assert "not even N 256 is trained in that time on 1,000,000 words" in laws.advice_line(
+            fitted, None, 1.6e7, 1e-3
+        )
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -168,6 +221,20 @@ def test_what_passes_between_steps_adds_no_words(tmp_path: Path) -> None:
     metrics.close()
     found = trained(tmp_path / "saving")
     assert (found.words, found.epochs, found.seconds) == pytest.approx((1e6, 4.0, 60.0))
+
+
+def test_words_that_are_written_need_no_speed(tmp_path: Path) -> None:
+    """The first line after a resumption has the speed of the steps since then, but the words of all its steps."""
+    write_run(tmp_path / "resumed", run_of(256, 1e6, epochs=0.0))
+    metrics = MetricsFile(tmp_path / "resumed" / "metrics.jsonl", pytest.fail)
+    for epoch in range(4):
+        line = {"epoch": epoch, "train/learning_rate": 1e-3, "train/ppl": 99.0, "train/seconds": 10.0}
+        speed = {} if epoch == 2 else {"train/words_per_second": 7e4 if epoch == 1 else 1e5}
+        metrics.append(100 * (epoch + 1), {**line, **speed, "train/words": 1e6})
+    metrics.append(400, {"valid/ppl": 99.0, "valid/impossible": 0})
+    metrics.close()
+    found = trained(tmp_path / "resumed")
+    assert (found.words, found.epochs) == pytest.approx((1e6, 4.0))
 
 
 def trained(folder: Path) -> Trained:

@@ -4,11 +4,12 @@
     L(C)    = E + K C^-c                   C seconds of training; of the runs that no cheaper run beats
 
 A run enters with its best validation; of several runs with the same N and text, such as schedules of several lengths,
-only the best enters. For given exponents a law is linear in the rest, which non-negative least squares finds; a search
-over the exponents is left (variable projection). Residuals are relative: 0.01 is one per cent of a loss.
+only the best enters the first law. The second is of all of them: a short schedule is cheap. For given exponents a law
+is linear in the rest, which non-negative least squares finds; a search over the exponents is left (variable
+projection). Residuals are relative: 0.01 is one per cent of a loss.
 
-A law is judged by what it has not seen: each run is also predicted by the law of all others, and the largest, which
-has cost the most, tells whether the law can be continued.
+A law is judged by what it has not seen: each run is also predicted by the law of all others, and the largest (of the
+most nonterminals, and of these on the largest text) tells whether the law can be continued.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ EXPONENTS = (0.01, 3.0)  # where exponents are looked for
 NO_TERM = 1e-9  # of the loss: what a term is at most, in the middle of the runs, that only rounding has left
 AT_EDGE = 0.001  # an exponent so close to the edges, relatively, is at them
 SAME_TEXT = 0.02  # texts whose words differ by at most so much, relatively, count as one
+FAR_OFF = 0.05  # what the others say of a run is far off from so much of its loss on
 HOUR = 3600.0
 
 
@@ -74,11 +76,11 @@ class Fit:
     law: Law  # of all runs
     left_out: dict[str, float]  # what the law of all other runs says of a run; empty: too few runs to leave one out
     compute: Law | None  # None: fewer than four runs that no cheaper one beats
-    frontier: list[Trained]
+    frontier: list[Trained]  # these, the cheapest first; also those whose longer schedules are in `runs`
 
     @property
     def largest(self) -> Trained:
-        return max(self.runs, key=lambda run: run.seconds)
+        return max(self.runs, key=lambda run: (run.nonterminals, run.words))
 
 
 def trained(run: Run) -> Trained | str:
@@ -132,8 +134,10 @@ def fit(runs: Sequence[Trained]) -> Fit:
         others = kept[:number] + kept[number + 1 :]
         if _variables(others) == law.variables and len(others) >= _fewest(law.variables):
             left_out[run.name] = fit_law(others, law.variables).of(run)
-    frontier = [run for run in kept if not any(one.seconds < run.seconds and one.loss <= run.loss for one in kept)]
-    frontier.sort(key=lambda run: run.seconds)
+    frontier: list[Trained] = []
+    for run in sorted(runs, key=lambda run: (run.seconds, run.loss)):
+        if not frontier or run.loss < frontier[-1].loss:
+            frontier.append(run)
     compute = fit_law(frontier, ("seconds",)) if len(frontier) >= _fewest(("seconds",)) else None
     return Fit(kept, law, left_out, compute, frontier)
 
@@ -201,25 +205,35 @@ class Advice(NamedTuple):
 
 
 def advise(fitted: Fit, words: float, seconds: float) -> Advice | None:
-    """Choose the size, a power of two, and how much of a text to train on in a budget; None if nothing fits into it.
+    """Choose the size, and how much of a text to train on in a budget; None if nothing fits into it.
 
-    Speeds and numbers of epochs are continued from those of the runs, as powers of N and D. Sizes are at most twice,
-    and at least half, those of the runs: further away nobody knows.
+    Nothing is continued but the law of D: sizes are powers of two among those of the runs, seconds a word lie between
+    those measured, and numbers of epochs between those that were best.
     """
     runs = fitted.runs
-    speed = _power(runs, lambda run: run.seconds_per_word, ("nonterminals",))
+    sizes = sorted({run.nonterminals for run in runs})
+    between = (2**power for power in range(sizes[0].bit_length(), sizes[-1].bit_length()))
     epochs = _power(runs, lambda run: run.epochs, fitted.law.variables)
-    sizes = [run.nonterminals for run in runs]
-    low, high = math.floor(math.log2(min(sizes))) - 1, math.ceil(math.log2(max(sizes))) + 1
+    fewest, most = min(run.epochs for run in runs), max(run.epochs for run in runs)
+    parts, least = [words], min(run.words for run in runs)
+    while parts[-1] > least:
+        parts.append(max(parts[-1] / 2, least))
     candidates = []
-    for size in (2**power for power in range(max(low, 0), high + 1)):
-        for part in (1.0, 0.5, 0.25, 0.125):
-            one = Trained("", size, words * part, 1.0, 1.0, 0.0)
-            turns = max(epochs(one), 1.0)
-            cost = speed(one) * one.words * turns
+    for size in sorted({*sizes, *(size for size in between if sizes[0] < size < sizes[-1])}):
+        for part in parts:
+            one = Trained("", size, part, 1.0, 1.0, 0.0)
+            turns = max(min(epochs(one), most), fewest, 1.0)
+            cost = seconds_per_word(runs, size) * part * turns
             if cost <= seconds:
-                candidates.append(Advice(size, one.words, turns, cost, fitted.law.of(one)))
+                candidates.append(Advice(size, part, turns, cost, fitted.law.of(one)))
     return min(candidates, key=lambda advice: (advice.loss, advice.seconds), default=None)
+
+
+def seconds_per_word(runs: Sequence[Trained], nonterminals: float) -> float:
+    """Return the time a word takes at some size within those of the runs: on a line between the logarithms of two."""
+    sizes = sorted({run.nonterminals for run in runs})
+    means = [np.mean([math.log(run.seconds_per_word) for run in runs if run.nonterminals == size]) for size in sizes]
+    return math.exp(float(np.interp(math.log(nonterminals), np.log(sizes), means)))
 
 
 def _power(
@@ -250,6 +264,7 @@ def report(fitted: Fit) -> dict[str, Any]:
     return {
         "law": _described(fitted.law),
         "compute": _described(fitted.compute) if fitted.compute else None,
+        "frontier": [run._asdict() for run in fitted.frontier],
         "largest": largest.name,
         "largest_error": _error(fitted.left_out.get(largest.name), largest.loss),
         "runs": [
@@ -259,7 +274,6 @@ def report(fitted: Fit) -> dict[str, Any]:
                 "residual": _error(fitted.law.of(run), run.loss),
                 "left_out": fitted.left_out.get(run.name),
                 "left_out_error": _error(fitted.left_out.get(run.name), run.loss),
-                "on_frontier": run in fitted.frontier,
             }
             for run in fitted.runs
         ],
@@ -292,6 +306,7 @@ def table(fitted: Fit) -> str:
         lines.append(
             f"L = {formula(fitted.compute)}   of the {len(fitted.frontier)} runs that no cheaper one beats; C seconds"
         )
+    lines.append(f"no cheaper run beats {', '.join(run.name for run in fitted.frontier)}")
     for law in filter(None, (fitted.law, fitted.compute)):
         for name in law.untold:
             lines.append(f"these runs do not tell how the loss falls with {_SYMBOLS[name]}: its exponent is at an edge")
@@ -301,15 +316,26 @@ def table(fitted: Fit) -> str:
             f"the largest run, {largest.name}, has {largest.loss:.4f}; the law of all others says {said:.4f} "
             f"({said / largest.loss - 1:+.2%})"
         )
+    for run in fitted.runs:
+        said = fitted.left_out.get(run.name)
+        if said is not None and abs(error := said / run.loss - 1) > FAR_OFF:
+            lines.append(f"the law of all others is {error:+.1%} off at {run.name}: is something wrong with this run?")
     return "\n".join(lines)
 
 
-def advice_line(advice: Advice | None, words: float, seconds: float) -> str:
+def advice_line(fitted: Fit, advice: Advice | None, words: float, seconds: float) -> str:
     asked = f"for {words:,.0f} words and {seconds / HOUR:g} hours"
+    least, most = (of(run.words for run in fitted.runs) for of in (min, max))
     if advice is None:
-        return f"{asked}: no size of these runs is trained in that time"
+        size = min(run.nonterminals for run in fitted.runs)
+        return f"{asked}: not even N {size} is trained in that time on {min(least, words):,.0f} words"
     part = "" if advice.words == words else f" on {advice.words:,.0f} of the words"
-    return (
+    line = (
         f"{asked} take N {advice.nonterminals}{part}, about {advice.epochs:.0f} epochs "
         f"({advice.seconds / HOUR:.2g} hours): predicted perplexity {math.exp(advice.loss):.1f}"
     )
+    if advice.nonterminals == max(run.nonterminals for run in fitted.runs) and 2 * advice.seconds < seconds:
+        line += "; there is time for more nonterminals than any of these runs has"
+    if not least / 2 <= advice.words <= 2 * most:
+        line += f"; a guess, since these runs have {least:,.0f} to {most:,.0f} words"
+    return line

@@ -220,7 +220,7 @@ def _linear_range(curves: Sequence[Curve]) -> tuple[float, float]:
 
 def draw_laws(fitted: Fit) -> str:
     """Draw the losses of runs (dots) and their laws (lines) over nonterminals, training words and seconds."""
-    losses = [run.loss for run in fitted.runs]
+    losses = [run.loss for run in {*fitted.runs, *fitted.frontier}]
     room = 0.06 * (max(losses) - min(losses)) or 0.1
     parts = [_text(8, 18, "Validation loss, nats a token: runs (dots) and laws (lines)")]
     left, bottom, most = GAP, TOP + PANEL_HEIGHT + 60, 1
@@ -229,7 +229,8 @@ def draw_laws(fitted: Fit) -> str:
         ("words", "training words", lambda run: f"{run.nonterminals:,} nonterminals"),
         ("seconds", "seconds of training", lambda run: ""),
     ):
-        places = [float(getattr(run, name)) for run in fitted.runs]
+        drawn = {*fitted.runs, *fitted.frontier} if name == "seconds" else fitted.runs
+        places = [float(getattr(run, name)) for run in drawn]
         begin, end = min(places) / 1.3, max(places) * 1.3
         across = [begin * (end / begin) ** (number / 40) for number in range(41)]
         groups: dict[str, list[Trained]] = {}
@@ -245,6 +246,9 @@ def draw_laws(fitted: Fit) -> str:
                 curves.append(Curve(law, colour))
             if label:
                 parts += [_bar(left, y - 10, 12, 12, colour), _text(left + 20, y, label)]
+        if name == "seconds":
+            short = [(run.seconds, run.loss) for run in fitted.frontier if run not in fitted.runs]
+            curves.append(Curve(short, run_colour(0), 'stroke-width="0"', dots=True))
         if name == "seconds" and fitted.compute:
             curves.append(Curve([(place, fitted.compute.at(place)) for place in across], "#000000", TRAINING))
         parts += _panel(Panel(left), curves, title, end, min(losses) - room, max(losses) + room, False, begin=begin)

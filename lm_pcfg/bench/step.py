@@ -167,7 +167,7 @@ def _measure(settings: Settings, engine: Engine, steps: int) -> Row:
     row |= {
         "family": model.family,
         "sentences": batch.sentences * batch.accumulate if batch.by == "sentences" else "",  # or their mean
-        "state_dropout": 0.0 if getattr(model, "state_dropout_until", None) else model.state_dropout,
+        "state_dropout": 0.0 if getattr(model, "state_dropout_until", None) else getattr(model, "state_dropout", 0.0),
         "inside_precision": settings.inside.precision,
         "networks_precision": settings.networks.precision, "config": settings.name,
         "data": Path(str(settings.data.train)).name, "device": _device_name(engine.device),

@@ -66,7 +66,7 @@ def fit(
     else:
         print(laws.table(fitted))
         if words is not None and hours is not None:
-            print(laws.advice_line(advice, words, hours * laws.HOUR))
+            print(laws.advice_line(fitted, advice, words, hours * laws.HOUR))
     if plot is not None:
         try:
             plot.write_text(draw_laws(fitted), encoding="utf-8")

@@ -191,7 +191,9 @@ def _add(run: Run, line: dict[str, Any], previous: dict[str, Any] | None) -> Non
     if (speed := _number(line, "train/words_per_second")) is not None:
         run.words_per_second.append(speed)
     if (perplexity := _number(line, "train/ppl")) is not None:
-        words = (speed or 0.0) * _seconds_of_steps(run, line, max(passed or 0.0, 0.0))
+        words = _number(line, "train/words")
+        if words is None:  # earlier versions wrote no words
+            words = (speed or 0.0) * _seconds_of_steps(run, line, max(passed or 0.0, 0.0))
         point = Point(run.steps, run.seconds, perplexity, words=words, loss=_number(line, "train/loss"))
         run.train.append(replace(point, epoch=max(run.epochs - 1, 0)))
     if isinstance(line.get("valid/ppl"), int | float):

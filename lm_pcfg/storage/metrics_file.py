@@ -30,8 +30,8 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _CHECK = re.compile(rb'(.*), "check": "([0-9a-f]{8})"\}', re.DOTALL)
 _MOST_WAITING_LINES = 100_000
 #: What is counted, timed or summed by those who read it, so that no sum overflows.
-_COUNTED = ("step", "time", "epoch", "train/seconds", "train/words_per_second", "train/skipped", "valid/impossible",
-            "valid/tokens")  # fmt: skip
+_COUNTED = ("step", "time", "epoch", "train/seconds", "train/words", "train/words_per_second", "train/skipped",
+            "valid/impossible", "valid/tokens")  # fmt: skip
 _LARGEST_COUNT = 2**53
 
 

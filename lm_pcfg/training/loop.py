@@ -335,6 +335,7 @@ class Trainer:
                 "train/loss": window.nll / self._normaliser(window),
                 "train/ppl": perplexity(window.nll / (window.words + window.sentences)),
                 "train/gradient_norm": window.gradient_norm / updates,
+                "train/words": window.words,
             }
             detail += f"  {speeds['train/words_per_second']:,.0f} {self.corpora.train.unit}/s" if speeds else ""
         self._shown = time.perf_counter()
