@@ -89,8 +89,8 @@ _TIME_TO_BE_SEEN = 2.0
 
 # Where nothing more precise is known.
 _LESS_MEMORY = (
-    "try fewer symbols (model.nonterminals), smaller batches (batch.sentences, batch.cost, --batch-cost) or shorter "
-    "sentences (data.max_length, --max-length)"
+    "try fewer symbols (model.nonterminals, model.rank, model.states), smaller batches (batch.sentences, batch.cost, "
+    "--batch-cost) or shorter sentences (data.max_length, --max-length)"
 )
 
 # What Typer raises for wrong usage: a class of click, or of the copy of it that newer Typers carry.

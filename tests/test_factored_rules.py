@@ -61,6 +61,24 @@ def test_every_gradient_is_that_of_the_rules_multiplied_out(n, lengths):
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("precision_name", "backend"), [("fp64", "torch"), ("fp64", "reference"), ("fp32", "torch")])
+def test_spans_have_the_posteriors_of_the_rules_multiplied_out(precision_name, backend):
+    """Also where a sentence leaves fp32, and where it has no tree."""
+    lengths, statistics = [1, 6, 2, 9, 3], flash_inside.Statistics()
+    for seed in range(5):
+        rules = random_factors(16, 8, 32, spread=30.0, seed=seed, dtype=torch.float32)
+        emissions = random_emissions(sum(lengths), 32, spread=30.0, seed=seed, dtype=torch.float32)
+        emissions[8] = -torch.inf if seed == 4 else emissions[8]  # of the third sentence
+        found = flash_inside.span_marginals(rules, emissions, lengths, precision_name, backend, statistics)
+        wide = FactoredRules(*(tensor.double() for tensor in rules)).multiplied()
+        truth = flash_inside.span_marginals(wide, emissions.double(), lengths, "fp64", "reference")
+        for got, want, length in zip(found, truth, lengths, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-4 if precision_name == "fp32" else 1e-10)
+            possible = not (seed == 4 and length == 2)
+            assert got.sum().item() == pytest.approx((2 * length - 1) * possible, rel=1e-4)
+    assert (statistics.recomputed > 0) is (precision_name == "fp32")
+
+
 def test_gradcheck():
     inputs = [tensor.requires_grad_() for tensor in (*random_factors(3, 2, 2), random_emissions(7, 2))]
 
@@ -174,7 +192,7 @@ def test_what_cannot_be_meant_is_refused():
         flash_inside.inside(rules._replace(left=rules.left[None]), emissions, [3])
     with pytest.raises(ValueError, match=r"left and right \[N, M\+P\]"):
         flash_inside.inside(rules._replace(right=rules.right[:, 1:]), emissions, [3])
-    for function in (flash_inside.viterbi, flash_inside.span_marginals, flash_inside.sample_trees, prefix):
+    for function in (flash_inside.viterbi, flash_inside.sample_trees, prefix):
         with pytest.raises(ValueError, match="multiplied"):
             function(rules, emissions, [3])
     narrow = random_rules(4, 2)

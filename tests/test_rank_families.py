@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 import flash_inside
 from command_line import lm_pcfg as command
+from flash_inside import FactoredRules
 from grammars import bracketings
 from lm_pcfg.errors import OutOfMemory
 from lm_pcfg.grammar import families
@@ -298,6 +299,23 @@ def test_memory_is_that_of_the_rules_that_are_made():
     assert family.model_memory(many, 1000, "cpu") > 2 * 2 * 4 * 32768**2
     with pytest.raises(OutOfMemory, match=r"fewer symbols \(model.rank, model.preterminals, model.nonterminals\)"):
         family.check_memory(many.model_copy(update={"rank": 2**20}), 1000, "cpu")
+
+
+@pytest.mark.parametrize("symbols", [40, 600])
+def test_figures_of_an_evaluation_and_spans_make_no_whole_rules(symbols, monkeypatch):
+    """600 rank symbols are too many for all eigenvalues of their rules."""
+    made = []
+    for kept in (True, False):
+        monkeypatch.setattr(rank_pcfg, "factors_pay", lambda *_, kept=kept: kept)
+        made.append(make_model("rank_pcfg", rank=symbols)())
+    factored, whole = made
+    assert factored.inner is not None
+    words = torch.tensor([1, 3, 0, 2])
+    wanted, spans = whole.describe(), whole.span_marginals(words, [4], precision="fp64")[0]
+    if symbols > 512:
+        monkeypatch.setattr(FactoredRules, "multiplied", lambda _: pytest.fail("multiplied out"))
+    assert factored.describe() == pytest.approx(wanted, rel=1e-4)
+    torch.testing.assert_close(factored.span_marginals(words, [4], precision="fp64")[0], spans)
 
 
 def test_whatever_needs_whole_rules_gets_them(monkeypatch):

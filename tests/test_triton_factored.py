@@ -48,6 +48,11 @@ def compare(rules, lengths, *, precision="fp32", tolerance=(1e-6, 1e-5), spread=
         assert got.isfinite().all()
         off, size = ((values * probability).norm() for values in (got.double() - want, want))
         assert off <= tolerance[1] * size + 1e-12
+    if not options:
+        spans = flash_inside.span_marginals(rules, emissions, lengths, precision, "triton")
+        of_fp64 = flash_inside.span_marginals(wide, emissions.double(), lengths, "fp64", "torch")
+        for got, want in zip(spans, of_fp64, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance[1])
     return ours, truth
 
 

@@ -84,7 +84,7 @@ def inside_unchecked(
 
 
 def span_marginals(
-    rules: Rules,
+    rules: AnyRules,
     emissions: Tensor,
     lengths: Tensor | Sequence[int],
     precision: str = "fp32",
@@ -95,7 +95,7 @@ def span_marginals(
 
     The entries of a sentence of l words sum to 2l - 1. A sentence the grammar cannot generate has all zeros.
     """
-    lengths = check(rules, emissions, lengths, precision, backend)
+    lengths = check(rules, emissions, lengths, precision, backend, factored=True)
     backend = choose(backend, emissions, precision)
     if statistics is not None:
         statistics.sentences += len(lengths)
@@ -194,7 +194,9 @@ def check(
     if backend == "reference" and precision not in ("fp64", "fp32"):
         raise ValueError(f"the reference backend computes in fp64 or fp32, not {precision}")
     if isinstance(rules, FactoredRules) and not factored:
-        raise ValueError("only inside and inside_unchecked take factored rules: give the others rules.multiplied()")
+        raise ValueError(
+            "only inside, inside_unchecked and span_marginals take factored rules: give the others rules.multiplied()"
+        )
     return check_inputs(rules, emissions, lengths)
 
 

@@ -17,7 +17,7 @@ from flash_inside import reference, scaled
 from flash_inside.devices import chart_memory, check_memory
 from flash_inside.packing import Layout, taken
 from flash_inside.precision import upcast
-from flash_inside.rules import AnyRules, Rules
+from flash_inside.rules import AnyRules
 
 
 @dataclass
@@ -77,7 +77,7 @@ def inside(
 
 @torch.no_grad()
 def span_marginals(
-    rules: Rules, emissions: Tensor, lengths: list[int], precision: str, backend: str, statistics: Statistics | None
+    rules: AnyRules, emissions: Tensor, lengths: list[int], precision: str, backend: str, statistics: Statistics | None
 ) -> list[Tensor]:
     """Return a table of posteriors of every sentence: [l+1, l+1] each."""
     layout = Layout(lengths)

@@ -64,12 +64,12 @@ def one_word_inside(root: Tensor, words: Tensor, nonterminals: int) -> Tensor:
 
 
 def span_marginals(
-    rules: Rules, emissions: Tensor, lengths: list[int], dtype: torch.dtype = torch.float64
+    rules: AnyRules, emissions: Tensor, lengths: list[int], dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
     """Return the posterior of every span: the derivative of log Z by a score added to log beta of that span."""
     tables = []
     with torch.inference_mode(False), torch.enable_grad():
-        fixed = Rules(*(tensor.detach().clone() for tensor in rules))
+        fixed: AnyRules = type(rules)(*(tensor.detach().clone() for tensor in rules))
         for b, words in enumerate(emissions.detach().clone().split(lengths)):
             span_scores = torch.zeros(lengths[b] + 1, lengths[b] + 1, dtype=dtype, device=words.device).requires_grad_()
             log_z = _inside_of_sentence(fixed.of_sentence(b), words, dtype, span_scores)

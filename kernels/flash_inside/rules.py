@@ -63,7 +63,7 @@ class FactoredRules(NamedTuple):
     inner   [M, N]         rows sum to 1
 
     Charts are those of the rules multiplied out, with N symbols. A span takes 3 M N multiplications instead of 2 N^2,
-    so this pays where M is much smaller than N. Only `inside` and `inside_unchecked` take factored rules.
+    so this pays where M is much smaller than N. Only `inside`, `inside_unchecked` and `span_marginals` take them.
     """
 
     root: Tensor

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_inside import Rules
+from flash_inside import FactoredRules, Rules
+from flash_inside.rules import AnyRules
+from flash_inside.softmax import product_precision
 from lm_pcfg.grammar.emission import Emission
 
 
@@ -16,7 +20,47 @@ def _times(matrix: Tensor, vector: Tensor, rows: int = 1024) -> Tensor:
     return torch.cat([part.double() @ vector for part in matrix.split(rows)])
 
 
-def spectral_radius(rules: Rules, iterations: int = 1000, tolerance: float = 1e-10, exact_up_to: int = 512) -> float:
+class Children(NamedTuple):
+    """The left or the right children of all nonterminals: whole rows [N, N+P], or factors [N, M+P] and [M, N]."""
+
+    table: Tensor
+    inner: Tensor | None
+
+    @classmethod
+    def of(cls, rules: AnyRules) -> tuple[Children, Children]:
+        inner = rules.inner if isinstance(rules, FactoredRules) else None
+        return cls(rules.left, inner), cls(rules.right, inner)
+
+    @property
+    def middle(self) -> int:
+        return len(self.table if self.inner is None else self.inner)
+
+    def times(self, vector: Tensor) -> Tensor:
+        """Return the sum over nonterminal children of their probability times a value [N] of each: [N] in fp64."""
+        values = vector if self.inner is None else _times(self.inner, vector)
+        return _times(self.table[:, : self.middle], values)
+
+    def rows(self, count: int = 1024) -> Iterator[Tensor]:
+        """Yield some rows [?, N+P] at a time; factors are multiplied in fp32 at least."""
+        for part in self.table.split(count):
+            if self.inner is None:
+                yield part
+                continue
+            dtype = torch.promote_types(torch.promote_types(part.dtype, self.inner.dtype), torch.float32)
+            part = part.to(dtype)
+            with product_precision("fp32"):
+                nonterminals = part[:, : self.middle] @ self.inner.to(dtype)
+            yield torch.cat((nonterminals, part[:, self.middle :]), 1)
+
+    def mean(self) -> Tensor:
+        """Return the mean row: [N+P]."""
+        mean = self.table.mean(0)
+        if self.inner is None:
+            return mean
+        return torch.cat((mean[: self.middle] @ self.inner.to(mean.dtype), mean[self.middle :]))
+
+
+def spectral_radius(rules: AnyRules, iterations: int = 1000, tolerance: float = 1e-10, exact_up_to: int = 512) -> float:
     """Growth of a branching process: largest eigenvalue of M[A, B] = expected nonterminal children B of A.
 
     Below 1 (subcritical) every derivation ends and the probabilities of all strings sum to 1; above 1 (supercritical)
@@ -24,15 +68,16 @@ def spectral_radius(rules: Rules, iterations: int = 1000, tolerance: float = 1e-
     which converges fast for the positive matrices that softmaxes make.
     """
     n = rules.nonterminals
-    left, right = rules.left[:, :n], rules.right[:, :n]
     if n <= exact_up_to:
-        both = (left.double() + right.double()).cpu()
+        whole = rules.multiplied() if isinstance(rules, FactoredRules) else rules
+        both = (whole.left[:, :n].double() + whole.right[:, :n].double()).cpu()
         return torch.linalg.eigvals(both).abs().max().item() if both.isfinite().all() else math.nan  # LAPACK may crash
     # M + 1 has the same eigenvectors and no other eigenvalue of the same size, so that the iteration converges.
-    vector = torch.ones(n, dtype=torch.float64, device=left.device)
+    left, right = Children.of(rules)
+    vector = torch.ones(n, dtype=torch.float64, device=rules.left.device)
     radius = 0.0
     for _ in range(iterations):
-        grown = _times(left, vector) + _times(right, vector) + vector
+        grown = left.times(vector) + right.times(vector) + vector
         size = grown.norm().item()
         if not math.isfinite(size):
             return math.nan
@@ -118,8 +163,8 @@ def _entropies(rules: Tensor, rows: int = 1024) -> Tensor:
     return torch.cat([entropy(part.double()) for part in rules.split(rows)])
 
 
-def _mean_entropy(rules: Tensor, rows: int = 1024) -> float:
-    return torch.cat([entropy(part) for part in rules.split(rows)]).mean().item()
+def _mean_entropy(children: Children) -> float:
+    return torch.cat([entropy(rows) for rows in children.rows()]).mean().item()
 
 
 def _effective_number(weights: Tensor) -> float:
@@ -128,14 +173,14 @@ def _effective_number(weights: Tensor) -> float:
     return entropy(weights / total).exp().item() if total > 0 else 0.0
 
 
-def summary(rules: Rules, emission: Emission) -> dict[str, float]:
+def summary(rules: AnyRules, emission: Emission) -> dict[str, float]:
     """Figures that tell early whether symmetry breaks: mean entropies (nats) and effective numbers of symbols."""
-    n = rules.nonterminals
-    children = (rules.left.mean(0) + rules.right.mean(0)) / 2  # [N+P] as used by an average parent
+    n, (left, right) = rules.nonterminals, Children.of(rules)
+    children = (left.mean() + right.mean()) / 2  # [N+P] as used by an average parent
     return {
         "entropy/root": entropy(rules.root).item(),
-        "entropy/left": _mean_entropy(rules.left),
-        "entropy/right": _mean_entropy(rules.right),
+        "entropy/left": _mean_entropy(left),
+        "entropy/right": _mean_entropy(right),
         "entropy/emission": emission.entropies().mean().item(),
         "symbols/effective_nonterminals": _effective_number(children[:n]),
         "symbols/effective_preterminals": _effective_number(children[n:]),

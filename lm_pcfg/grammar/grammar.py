@@ -39,8 +39,8 @@ class Grammar(NamedTuple):
     entrances: tuple[Tensor, ...] | None = None
     #: For the gradients of left and right, where these stay at the same addresses: see `flash_inside.ResidentRules`.
     gradient_memory: tuple[Tensor, Tensor] | None = None
-    #: A factor of left and right, which are then those of `flash_inside.FactoredRules`. Likelihoods need no others;
-    #: what needs whole rules asks `rules` for them, or `whole`.
+    #: A factor of left and right, which are then those of `flash_inside.FactoredRules`. Likelihoods and posteriors of
+    #: spans need no others; what needs whole rules asks `rules` for them, or `whole`.
     inner: Tensor | None = None
 
     @property
@@ -127,7 +127,7 @@ class Grammar(NamedTuple):
         """Posterior of every span: a table [l+1, l+1] a sentence, all zeros where it has no tree."""
         with product_precision("fp32"):
             emissions = self.emission.log_probabilities(words)
-        return flash_inside.span_marginals(self.rules, emissions, lengths, precision, backend, statistics)
+        return flash_inside.span_marginals(self.rules_of_inside, emissions, lengths, precision, backend, statistics)
 
     def word_posteriors(
         self, words: Tensor, lengths: list[int], *, precision: str = "fp32", backend: str = "auto",
@@ -204,7 +204,7 @@ class Grammar(NamedTuple):
 
     def describe(self, thorough: bool = False) -> dict[str, float]:
         """Return figures for the metrics; thorough adds what is too slow for every evaluation."""
-        figures = analysis.summary(self.rules, self.emission)
+        figures = analysis.summary(self.rules_of_inside, self.emission)
         return figures | analysis.criticality(self.rules, self.emission) if thorough else figures
 
     def with_root_over_nonterminals(self) -> Grammar:

@@ -95,7 +95,8 @@ def _smaller_batches(batch_cost: int, sentences: int) -> str:
     """Say which settings make a batch of a text that is scored smaller."""
     half = batch_cost // 2
     smaller = f"evaluation.batch_cost={half} while training, --batch-cost {half} of `lm_pcfg score`, "
-    return f"{smaller if sentences > 1 else ''}a lower --max-length, or fewer symbols (model.nonterminals)"
+    fewer = "fewer symbols (model.nonterminals, model.rank or model.states)"
+    return f"{smaller if sentences > 1 else ''}a lower --max-length, or {fewer}"
 
 
 def tell_long(lengths: Sequence[int], on_batch: Advance) -> None:

@@ -21,7 +21,8 @@ rank symbols, and a rank symbol here over the nonterminals.
 The products V_N U and W_N U are made once a step, with 2 N r^2 multiplications, and three times that with the backward.
 Where r is much larger than N the factors are kept instead (`factors_pay`): U is the inner factor of
 `flash_inside.FactoredRules`, a span takes 3 N r multiplications instead of 2 r^2, and no [r, r] matrix is made. The two
-differ by rounding. Likelihoods are computed from factors; spans, trees, samples and `info` need them multiplied out.
+differ by rounding. Likelihoods, posteriors of spans (so MBR trees) and the figures of an evaluation are computed from
+factors; Viterbi's trees, samples and `info` need them multiplied out.
 
 With `networks.precision: bf16` the products behind the rules are in TF32; those of the emission are in bf16.
 
