@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lm_pcfg
 import processes
+from lm_pcfg.commands.bench import bench_step
 from lm_pcfg.commands.info import info
 from lm_pcfg.commands.text.score import score
 from lm_pcfg.commands.train import train
@@ -132,6 +133,11 @@ def test_it_is_trained_checkpointed_resumed_and_scored(config, capsys):
         info(checkpoint=run, grammar=True)
     with pytest.raises(UserError, match="family bag has no such root"):
         score(file="text.txt", checkpoint=[run], root="nonterminals")
+
+
+def test_its_step_is_timed(config, capsys):
+    bench_step(config=config, steps=2)
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_its_sentences_are_drawn_and_what_it_lacks_is_refused(config):

@@ -96,6 +96,25 @@ def test_treebanks_in_parts(tmp_path, monkeypatch):
     assert content_of(Path("many")) == content_of(one_machine(options=options))
 
 
+@pytest.mark.parametrize("where", ["saved_vocabulary", "vocabulary", "encode", "merge"])
+def test_a_part_is_repeated_while_the_last_one_makes_the_corpus_whole(folder, monkeypatch, where):
+    for number in (2, 1):  # part 1 found all words, and has made its shards
+        part(number, 2)
+    method, calls = getattr(parts_room._Work, where), []
+
+    def meanwhile(work, *arguments):
+        calls.append(work.part.number)
+        if calls == [1]:
+            assert isinstance(part(2, 2), Manifest)
+            assert not Path("many/parts").exists()
+        return method(work, *arguments)
+
+    monkeypatch.setattr(parts_room._Work, where, meanwhile)
+    assert isinstance(part(1, 2), Manifest)
+    assert calls[0] == 1
+    assert content_of(Path("many")) == content_of(one_machine())
+
+
 def test_one_machine_finishes_what_parts_began(folder):
     for number in (1, 2, 1):
         assert isinstance(part(number, 3), Unfinished)

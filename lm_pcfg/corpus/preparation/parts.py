@@ -139,9 +139,13 @@ def prepare_part(
             _refuse_strangers(out)
             make_folder(out / PARTS)
             with work.locked(f"part-{part.number}", at_work=f"{out}: another lm_pcfg prepare makes part {part}"):
-                work.do(plan, own)
-                if not is_prepared(out):
-                    return work.unfinished()
+                try:
+                    work.do(plan, own)
+                    if not is_prepared(out):
+                        return work.unfinished()
+                except FileNotFoundError:  # the records of parts are gone when the last part has made the corpus whole
+                    if not is_prepared(out):
+                        raise
         if _stored_plan(out) != plan:
             raise _other_corpus(out, plan)
         manifest = read_manifest(out)
@@ -274,6 +278,8 @@ class _Work:
 
     def encode(self, own: Sequence[Input], vocabulary: AnyVocabulary) -> None:
         if self.record("encoded", self.part.number, EncodedShape, vocabulary=vocabulary.hash) is not None:
+            return
+        if is_prepared(self.out):  # this call repeats a part, and the last one was done meanwhile
             return
         remove_leftovers_of(self.out, own)
         reading = Reading()
