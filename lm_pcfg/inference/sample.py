@@ -12,7 +12,6 @@ import torch
 from lm_pcfg.corpus.pieces import AnyVocabulary, PieceVocabulary
 from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.families import family_of
 from lm_pcfg.grammar.generation import Derivation
 from lm_pcfg.grammar.parsing import Parser, labelled_tree
 from lm_pcfg.inference.trained import TrainedGrammar
@@ -119,7 +118,7 @@ def _sample(trained: TrainedGrammar, derivation: Derivation) -> Sample | None:
         return None
     ids = derivation.words if vocabulary.end_id is None else derivation.words[:-1]
     words = [vocabulary.words[id] for id in ids]
-    if not family_of(trained.settings.model).has_trees:
+    if not hasattr(trained.grammar, "nonterminals"):  # states, as in `tag`
         tree = Tree(tuple(words), tuple(f"S{state}" for _, _, state in derivation.nodes[: len(ids)]), ())
     else:
         tree = labelled_tree(words, derivation.nodes, range(len(ids) + 1), trained.grammar.nonterminals)
