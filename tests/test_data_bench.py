@@ -20,6 +20,7 @@ def test_two_million_lines_in_bounded_memory():
     assert report["largest_cost_over_mean"] <= 1.5
 
 
+@pytest.mark.long
 def test_raw_text_with_pieces_is_quick_enough(tmp_path: Path):
     lines = random_lines(60_000, longest=40)
     files = [write_shard(tmp_path / f"{k}.txt", lines[k::2]) for k in range(2)]

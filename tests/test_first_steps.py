@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import processes
 from command_line import lm_pcfg
 from lm_pcfg.storage.metrics_file import read_metrics
@@ -54,6 +56,7 @@ def in_this_process(command: str, folder: Path) -> str:
     return result.stdout.decode()
 
 
+@pytest.mark.long
 def test_the_commands_of_the_first_page_run_in_their_order(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for name in ("lm_pcfg", "kernels", "configs", "launch"):
