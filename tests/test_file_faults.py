@@ -244,7 +244,7 @@ def test_the_disk_of_these_tests_loses_what_was_not_fsynced(tmp_path):
 
 
 SAMPLE_OR_ALL = pytest.mark.parametrize(
-    "share", [pytest.param(0.02, marks=pytest.mark.long), pytest.param(1.0, marks=pytest.mark.chaos)]
+    "share", [pytest.param(0.01, marks=pytest.mark.long), pytest.param(1.0, marks=pytest.mark.chaos)]
 )
 
 
