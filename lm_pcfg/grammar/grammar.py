@@ -165,6 +165,7 @@ class Grammar(NamedTuple):
             emissions = self.emission.log_probabilities(words)
         return flash_inside.sample_trees(self.rules, emissions, lengths, samples, generator=generator)
 
+    @torch.no_grad()
     def sample(self, number: int, *, seed: int, max_length: int, end_id: int | None = None) -> Iterator[Derivation]:
         """Draw so many sentences with their trees; see `sample_derivations`. A sentence ends where its tree does."""
         return iter(sample_derivations(self.whole(), number, seed=seed, max_length=max_length))
