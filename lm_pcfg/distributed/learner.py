@@ -55,6 +55,13 @@ class Update:
         """Whether the weights were updated; if loss or gradient were not finite, they are as they were."""
         return math.isfinite(self.nll) and math.isfinite(self.gradient_norm)
 
+    @property
+    def trouble(self) -> str:
+        """What was not finite, if the weights were not updated."""
+        if not math.isfinite(self.nll):
+            return f"the loss is {self.nll}"
+        return f"the norm of the gradient is {self.gradient_norm}"
+
 
 class Learner:
     """One process, or DDP: every process has all weights and all optimizer state."""

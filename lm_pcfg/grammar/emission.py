@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flash_inside.softmax import log_normalizers, product_precision, rounded
+from flash_inside.softmax import log_normalizers, product_precision, rounded_factors
 
 #: Logit up to which fp32 is exact enough: logits are off by some 3e-7 of the largest. Beyond, all but training
 #: computes in fp64. A training that becomes unstable goes there: with logits of 2e8 some normalisers of fp32 were off
@@ -142,7 +142,7 @@ class Emission(NamedTuple):
         # Rounded as for the normalisers, or the probabilities of a preterminal would not sum to 1.
         # functional.embedding: rows by number, whose gradient is summed without a sort of the numbers.
         words_given = functional.embedding(distinct, self.embeddings)
-        embeddings, features = (rounded(table, self.precision) for table in (words_given, self.features))
+        features, embeddings = rounded_factors(self.features, words_given, self.precision)
         columns = embeddings @ features.T - self.log_normalizers  # [distinct, P]
         return functional.embedding(position, columns.float() if self.widened else columns)
 
@@ -151,7 +151,7 @@ class Emission(NamedTuple):
         ids, there = padded_ids(words, self.lengths or ())
         places = there.flatten().nonzero().squeeze(1).to(device, non_blocking=True)
         words_given = functional.embedding(ids.to(device, non_blocking=True), self.embeddings)  # [B, longest, d]
-        embeddings, features = (rounded(table, self.precision) for table in (words_given, self.features))
+        features, embeddings = rounded_factors(self.features, words_given, self.precision)
         columns = (embeddings @ features.mT - self.log_normalizers[:, None]).flatten(0, 1)
         return functional.embedding(places, columns.float() if self.widened else columns)
 
@@ -170,9 +170,7 @@ class Emission(NamedTuple):
 
     def log_probabilities_of(self, preterminals: Tensor) -> Tensor:
         """Log-probabilities of all words given some preterminals: [n] numbers on the tables' device -> [n, V]."""
-        features, embeddings = (
-            rounded(table, self.precision) for table in (self.features[preterminals], self.embeddings)
-        )
+        features, embeddings = rounded_factors(self.features[preterminals], self.embeddings, self.precision)
         rows = features @ embeddings.T - self.log_normalizers[preterminals, None]
         return rows.float() if self.widened else rows
 

@@ -96,7 +96,7 @@ class Steps:
         self.position = Position()
         self.throughput = Throughput()
         self.learning_rate = 0.0  # of the last step
-        self.skipped_step = 0  # the last one whose update was left out
+        self.skipped_step, self.trouble = 0, ""  # the last one whose update was left out, and what was not finite
         self._pending: PendingUpdate | None = None
         self.total_steps = self.count_steps()
         allowed = settings.networks.cuda_graphs and self.learner.asynchronous and engine.device.type == "cuda"
@@ -238,7 +238,7 @@ class Steps:
         if update.applied and self.average is not None:
             self.average.update(self.learner.local_weights())
         if not update.applied:
-            self.skipped_step = pending.step
+            self.skipped_step, self.trouble = pending.step, update.trouble
         self._count(update, pending.sentences, pending.words)
 
     def _dropout(self) -> Dropout:
@@ -279,6 +279,11 @@ class Steps:
         graph = self._compute(self._dropout(), self.learner.model, batches)
         self.learner.backward(self._whole_loss(graph, graph.detached(), 0.0))  # all gradients are 0
         self.learner.optimizer.zero_grad()
+
+    def weights_told(self) -> str:
+        """Say whether this process's weights are finite: if they are, its networks or charts are at fault."""
+        lost = [name for name, weight in self.learner.local_weights().items() if not weight.isfinite().all()]
+        return "all weights are finite" if not lost else f"weights that are not finite: {', '.join(lost)}"
 
     def evaluated_weights(self) -> dict[str, Tensor]:
         """Return whole tensors of the moving average, or of the weights without one; all processes take part."""

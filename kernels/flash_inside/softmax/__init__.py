@@ -8,6 +8,6 @@ child_probabilities   [N, N+P] twice (or of each sentence): logits block by bloc
 from flash_inside.precision import product_precision
 from flash_inside.softmax.children import child_probabilities
 from flash_inside.softmax.normalizers import log_normalizers
-from flash_inside.softmax.products import operand, rounded
+from flash_inside.softmax.products import operand, rounded_factors
 
-__all__ = ["child_probabilities", "log_normalizers", "operand", "product_precision", "rounded"]
+__all__ = ["child_probabilities", "log_normalizers", "operand", "product_precision", "rounded_factors"]

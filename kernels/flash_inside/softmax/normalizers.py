@@ -14,7 +14,7 @@ from flash_inside.softmax.products import (
     add,
     blocks,
     check_tables,
-    of_logits,
+    factors_of_logits,
     operand,
     operand_type,
     whole_lines,
@@ -52,11 +52,16 @@ def may_be_kept(features: Tensor, embeddings: Tensor, precision: str) -> bool:
     return device in KEPT_FROM and KEPT_FROM[device] <= number and size <= KEPT_BYTES[device]
 
 
+def _factors(features: Tensor, embeddings: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+    of_features, of_embeddings = factors_of_logits(features, embeddings, precision)
+    return of_features, whole_lines(of_embeddings)
+
+
 class _LogNormalizers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, embeddings: Tensor, precision: str, largest_block: int) -> Tensor:
         ctx.precision, ctx.largest_block = precision, largest_block
-        a, b = of_logits(features, precision), whole_lines(of_logits(embeddings, precision))
+        a, b = _factors(features, embeddings, precision)
         result = torch.empty(len(a), dtype=features.dtype, device=a.device)
         with product_precision(precision):
             for block in blocks(len(a), len(b), largest_block):
@@ -70,7 +75,7 @@ class _LogNormalizers(torch.autograd.Function):
         features, embeddings, normalizers = ctx.saved_tensors
         wide, precision = features.dtype, ctx.precision
         a, b = operand(features, precision), whole_lines(operand(embeddings, precision))
-        of_a, of_b = of_logits(features, precision), whole_lines(of_logits(embeddings, precision))
+        of_a, of_b = _factors(features, embeddings, precision)
         gradient, words = gradient.contiguous(), len(embeddings)
         d_features, d_embeddings = torch.empty_like(features), None
         with product_precision(precision):
@@ -91,7 +96,7 @@ class _KeptLogNormalizers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, embeddings: Tensor, precision: str, largest_block: int) -> Tensor:
-        a, b = of_logits(features, precision), whole_lines(of_logits(embeddings, precision))
+        a, b = _factors(features, embeddings, precision)
         result = torch.empty(len(a), dtype=features.dtype, device=a.device)
         narrow, wide = operand_type(features, precision), features.dtype
         in_place = narrow == wide and len(a) * len(b) <= largest_block

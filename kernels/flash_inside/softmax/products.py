@@ -11,6 +11,10 @@ from torch.nn import functional
 
 #: Logits of a block, at most: 512 MiB in fp32.
 LARGEST_BLOCK = 1 << 27
+#: In fp16, which ends at 65,504, features are counted in this unit and words in its inverse: logits are the same.
+#: Features are what a network makes, and where a training is unstable they exceed that for some steps. Words are
+#: weights, which a step moves by its rate at most.
+FEATURE_UNIT = 64.0
 
 
 def check_tables(*tables: Tensor, narrowest: torch.dtype = torch.float32) -> None:
@@ -47,21 +51,36 @@ def of_logits(table: Tensor, precision: str) -> Tensor:
     return table.to(torch.float16) if narrow else table
 
 
-def rounded(table: Tensor, precision: str) -> Tensor:
-    """Return the values of `of_logits` in the type of the table: products of them equal those of the factors."""
-    return table if operand_type(table, precision) == table.dtype else _Rounded.apply(table)
+def factors_of_logits(features: Tensor, embeddings: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+    """Return features [.., d] and embeddings of words [.., d] as factors of logits: where they are fp16, in units."""
+    if operand_type(features, precision) == features.dtype:
+        return features, embeddings
+    return _to_fp16(features, 1 / FEATURE_UNIT), _to_fp16(embeddings, FEATURE_UNIT)
+
+
+def rounded_factors(features: Tensor, embeddings: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+    """Return the values of `factors_of_logits` in the type of the tables: products of them equal those of the factors.
+
+    Autograd's own derivative of rounding would round the gradient as well, batch by batch.
+    """
+    if operand_type(features, precision) == features.dtype:
+        return features, embeddings
+    return _Rounded.apply(features, 1 / FEATURE_UNIT), _Rounded.apply(embeddings, FEATURE_UNIT)
+
+
+def _to_fp16(table: Tensor, factor: float) -> Tensor:
+    """Multiply by a power of two, in one pass: only rounding to fp16 changes digits."""
+    return torch.mul(table, factor, out=torch.empty_like(table, dtype=torch.float16))
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds to fp16 and back. Autograd's own derivative of that would round the gradient as well, batch by batch."""
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, factor: float) -> Tensor:
+        return _to_fp16(table, factor).to(table.dtype).mul_(1 / factor)
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor) -> Tensor:
-        return table.to(torch.float16).to(table.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def whole_lines(table: Tensor) -> Tensor:
