@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from lm_pcfg.distributed.engine import Engine
-from lm_pcfg.distributed.learner import Learner
+from lm_pcfg.distributed.learner import Learner, Update
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import read_metrics
@@ -78,7 +78,7 @@ def test_a_non_finite_update_is_skipped_counted_and_reported(tmp_path, monkeypat
     last = [line for line in read_metrics(folder / "metrics.jsonl") if "train/skipped" in line][-1]
     assert last["train/skipped"] == 2
     told = capsys.readouterr().err
-    assert told.count("which is not finite: update skipped") == 2
+    assert told.count("is not finite, update skipped") == 2
     assert "step 3: " in told
     assert "step 6: " in told
 
@@ -96,6 +96,16 @@ def test_an_infinite_loss_with_finite_gradients_is_no_update(tmp_path, monkeypat
     assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
     assert (made.position.skipped, made.position.skipped_in_a_row) == (1, 0)
     assert math.isfinite(made.position.window.nll)
+    assert (made.skipped_step, made.trouble) == (2, "the loss")
+    assert made.weights_told() == "all weights are finite"
+    name, weight = next(iter(made.learner.local_weights().items()))
+    weight.view(-1)[0] = math.nan
+    assert made.weights_told() == f"weights that are not finite: {name}"
+
+
+def test_what_was_not_finite_is_told():
+    assert Update(1.0, 0.0, math.inf).trouble == "the gradient"
+    assert Update(math.nan, 0.0, math.nan).trouble == "the loss"
 
 
 def test_too_many_in_a_row_stop_the_run_and_leave_the_last_good_checkpoint(tmp_path, monkeypatch, reading):
@@ -120,7 +130,7 @@ def test_checkpoints_are_not_replaced_while_updates_are_skipped(tmp_path, monkey
 
 
 def test_a_run_that_diverges_at_once_says_so(tmp_path):
-    with pytest.raises(loop.TrainingStopped, match=r"updates in a row were not finite \(the loss is "):
+    with pytest.raises(loop.TrainingStopped, match=r"updates in a row were not finite \(the last one: the "):
         run(
             tmp_path, "model.parameterization=paper", "model.init=xavier_normal", "optimizer.learning_rate=1e15",
             "training.epochs=9",

@@ -57,10 +57,8 @@ class Update:
 
     @property
     def trouble(self) -> str:
-        """What was not finite, if the weights were not updated."""
-        if not math.isfinite(self.nll):
-            return f"the loss is {self.nll}"
-        return f"the norm of the gradient is {self.gradient_norm}"
+        """What was not finite, if the weights were not updated. (DeepSpeed has only one value for any such norm.)"""
+        return "the loss" if not math.isfinite(self.nll) else "the gradient"
 
 
 class Learner:

@@ -189,9 +189,8 @@ class Emission(NamedTuple):
     def entropies(self, rows: int = 1024) -> Tensor:
         """Entropy in nats of each preterminal's words: [P], computed for some rows at a time."""
         parts = []
-        for first in range(0, self.features.shape[0], rows):
-            part = slice(first, first + rows)
-            log_p = self.features[part] @ self.embeddings.T - self.log_normalizers[part, None]
+        for numbers in torch.arange(self.features.shape[0], device=self.features.device).split(rows):
+            log_p = self.log_probabilities_of(numbers)
             parts.append(-(log_p.exp() * log_p).sum(1))
         return torch.cat(parts)
 

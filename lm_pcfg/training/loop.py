@@ -248,7 +248,7 @@ class Trainer:
             return
         self._skipped_reported = self.position.skipped
         if self.engine.is_main:
-            bar.message(f"step {self.steps.skipped_step}: {self.steps.trouble}, which is not finite: update skipped")
+            bar.message(f"step {self.steps.skipped_step}: {self.steps.trouble} is not finite, update skipped")
         self.engine.on_main(self._stop_if_hopeless)
 
     def _stop_if_hopeless(self) -> None:
@@ -256,9 +256,9 @@ class Trainer:
         if in_a_row >= MOST_SKIPPED_IN_A_ROW:
             self.saver.wait()  # for the checkpoint that is named here
             raise TrainingStopped(
-                f"{in_a_row} updates in a row were not finite ({self.steps.trouble}; {self.steps.weights_told()}), "
-                f"training stops; last checkpoint before them: {checkpoint.latest(self.folder.path) or 'none'}; try a "
-                "lower learning rate or a longer warm-up"
+                f"{in_a_row} updates in a row were not finite (the last one: {self.steps.trouble}; "
+                f"{self.steps.weights_told()}), training stops; last checkpoint before them: "
+                f"{checkpoint.latest(self.folder.path) or 'none'}; try a lower learning rate or a longer warm-up"
             )
 
     def _stop_if_diverged(self) -> None:

@@ -281,9 +281,12 @@ class Steps:
         self.learner.optimizer.zero_grad()
 
     def weights_told(self) -> str:
-        """Say whether this process's weights are finite: if they are, its networks or charts are at fault."""
+        """Say whether this process's weights are finite: if they are, networks or charts are at fault."""
         lost = [name for name, weight in self.learner.local_weights().items() if not weight.isfinite().all()]
-        return "all weights are finite" if not lost else f"weights that are not finite: {', '.join(lost)}"
+        whose = "" if self.engine.world_size == 1 else " of this process"
+        if not lost:
+            return f"all weights{whose} are finite"
+        return f"weights{whose} that are not finite: {', '.join(lost)}"
 
     def evaluated_weights(self) -> dict[str, Tensor]:
         """Return whole tensors of the moving average, or of the weights without one; all processes take part."""

@@ -12,8 +12,8 @@ from torch.nn import functional
 #: Logits of a block, at most: 512 MiB in fp32.
 LARGEST_BLOCK = 1 << 27
 #: In fp16, which ends at 65,504, features are counted in this unit and words in its inverse: logits are the same.
-#: Features are what a network makes, and where a training is unstable they exceed that for some steps. Words are
-#: weights, which a step moves by its rate at most.
+#: Features are what a network makes, and where a training is unstable they exceed that for some steps. Words, which are
+#: weights, end at 1,023.
 FEATURE_UNIT = 64.0
 
 
