@@ -429,6 +429,7 @@ def test_through_the_commands(family, tmp_path):
     ran(tmp_path, "train", "--config", config, "name=whole")
     for steps in (2, 6):
         ran(tmp_path, "train", "--config", config, "name=parts", "resume=auto", f"training.max_steps={steps}")
+    assert "best validation perplexity at most " in (tmp_path / "runs/whole/FINISHED").read_text()
     ends = [checkpoint.latest(tmp_path / "runs" / name) for name in ("whole", "parts")]
     assert {end.name for end in ends} == {"step-00000006"}
     whole, parts = (checkpoint.load(end, with_optimizer=True) for end in ends)

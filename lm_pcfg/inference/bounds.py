@@ -26,7 +26,7 @@ from lm_pcfg.console import unseen
 from lm_pcfg.corpus.sentences import Sentences
 from lm_pcfg.distributed.sharing import ALONE, Ranks
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.compound import Compound
+from lm_pcfg.grammar.families import family_of
 from lm_pcfg.grammar.likelihood import perplexity, sentence_log_probabilities
 from lm_pcfg.inference.lines import OnLines
 from lm_pcfg.inference.trained import TrainedGrammar
@@ -99,8 +99,7 @@ class Bounds:
 
 def bounds_wanted(mixture: Sequence[TrainedGrammar], samples: int | None, seed: int) -> Bounds | None:
     """Return where bounds are summed, for a compound model; refuse what has no meaning in one line."""
-    compound = [one for one in mixture if isinstance(one.grammar, Compound)]
-    if not compound:
+    if not any(family_of(one.settings.model).scores_are_bounds for one in mixture):
         if samples is not None:
             family = mixture[0].settings.model.family
             raise UserError(f"--samples is of compound models: the probabilities of family {family} are exact")

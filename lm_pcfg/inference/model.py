@@ -22,7 +22,7 @@ from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.distributed.collectives import prepare_cpu
 from lm_pcfg.distributed.sharing import ALONE, Ranks
 from lm_pcfg.errors import UserError
-from lm_pcfg.grammar.compound import Compound
+from lm_pcfg.grammar.families import family_of
 from lm_pcfg.grammar.likelihood import tell_long
 from lm_pcfg.grammar.parsing import NO_TREE, Parser, Tags, as_array, mbr_trees, mean_posteriors
 from lm_pcfg.inference.lines import OnLines, longest_line, unit_of
@@ -96,7 +96,7 @@ class Model:
     @property
     def is_bound(self) -> bool:
         """Whether scores are estimates of a lower bound, as those of compound models are."""
-        return any(isinstance(one.grammar, Compound) for one in self.grammars)
+        return any(family_of(one.settings.model).scores_are_bounds for one in self.grammars)
 
     def __repr__(self) -> str:
         return f"lm_pcfg.load({', '.join(repr(str(one.checkpoint)) for one in self.grammars)})"

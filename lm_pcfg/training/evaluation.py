@@ -27,6 +27,7 @@ from lm_pcfg.corpus.treebank import Tree
 from lm_pcfg.corpus.unknown import Unknown
 from lm_pcfg.distributed.collectives import Collectives
 from lm_pcfg.grammar.computation import EXACT
+from lm_pcfg.grammar.families import family_of
 from lm_pcfg.grammar.families.shared.family import Distribution
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, sentence_log_probabilities
 from lm_pcfg.grammar.parsing import Parser, mbr_trees
@@ -58,6 +59,7 @@ class Evaluation:
     unknown: Unknown
     trees: TreeScore | None = None
     warning: str | None = None
+    is_bound: bool = False  # whether its perplexity is an upper bound
 
     @property
     def s_f1(self) -> float | None:
@@ -80,7 +82,8 @@ class Evaluation:
     def describe(self) -> str:
         impossible = f", {self.score.impossible} sentences with probability 0" if self.score.impossible else ""
         trees = f", S-F1 {self.s_f1:.2f}" if self.s_f1 is not None else ""
-        return f"validation perplexity {figure(self.score.perplexity)}, {self.unknown.brief}{impossible}{trees}"
+        perplexity = f"{'at most ' if self.is_bound else ''}{figure(self.score.perplexity)}"
+        return f"validation perplexity {perplexity}, {self.unknown.brief}{impossible}{trees}"
 
 
 def is_due(settings: EvaluationSection, step: int, stream: BatchStream, epoch: int, batch_before: int) -> bool:
@@ -175,7 +178,8 @@ def evaluate(
         tree_score = TreeScore(100 * math.fsum(sums[: len(trees)]) / len(trees), recall)
     seconds, warning = time.perf_counter() - began, getattr(grammar, "warning", None)
     score = corpus_score(valid, log_p)
-    return Evaluation(score, recomputed, properties, seconds, valid.unknown_words, tree_score, warning)
+    is_bound = family_of(settings.model).scores_are_bounds
+    return Evaluation(score, recomputed, properties, seconds, valid.unknown_words, tree_score, warning, is_bound)
 
 
 # ---- trees ----------------------------------------------------------------------------------------------------------

@@ -235,7 +235,8 @@ class Trainer:
             return False, f"stopped by {stop.received or 'another process'} before the last evaluation"
         self.engine.on_main(self._stop_if_diverged)
         why = "no improvement" if out_of_patience(steps) else "finished"
-        return True, f"{why} after step {position.step}{position.describe_best(self._unknown())}"
+        best = position.describe_best(self._unknown(), steps.family.scores_are_bounds)
+        return True, f"{why} after step {position.step}{best}"
 
     def _unknown(self) -> str:
         """What stands beside a validation perplexity, if words of that text are unknown."""

@@ -142,11 +142,15 @@ class Position:
         best = {"best/valid_ppl": perplexity(self.best_nll), "best/step": float(self.best_step)}
         return best if self.best_s_f1 is None else best | {"best/s_f1": self.best_s_f1}
 
-    def describe_best(self, beside: str) -> str:
-        """Say after a comma which evaluation was the best, if there was any; beside: what belongs to its perplexity."""
+    def describe_best(self, beside: str, is_bound: bool = False) -> str:
+        """Say after a comma which evaluation was the best, if there was any.
+
+        beside: what belongs to its perplexity; is_bound: whether that is an upper bound
+        """
         if self.best_nll is None:
             return ""
-        valid = f"validation perplexity {figure(perplexity(self.best_nll))}{beside}"
+        at_most = "at most " if is_bound else ""
+        valid = f"validation perplexity {at_most}{figure(perplexity(self.best_nll))}{beside}"
         if self.best_s_f1 is None:
             return f", best {valid} at step {self.best_step}"
         return f", best S-F1 {self.best_s_f1:.2f} at step {self.best_step} ({valid})"

@@ -1,7 +1,7 @@
 """Perplexities of even mixtures of runs, from what `lm_pcfg score TEXT --per-sentence` printed for each of them.
 
-For runs whose checkpoints are gone; `lm_pcfg score` with several `--checkpoint`s computes the same. Choose the members on the
-validation text, then score them once on the test text.
+For runs whose checkpoints are gone; `lm_pcfg score` with several `--checkpoint`s computes the same. Choose the members
+on the validation text, then score them once on the test text.
     python docs/lab/measured/mixture.py TEXT SCORES [SCORES ...]
 """
 

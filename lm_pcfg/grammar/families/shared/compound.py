@@ -62,6 +62,7 @@ class CompoundFamily(PCFGFamily):
 
     shares_emission = False  # sentences have their own
     works_with_weights = True
+    scores_are_bounds = True
 
     def rules_of_a_sentence(self, model: Any) -> float:
         """Return how many rule probabilities a sentence has."""

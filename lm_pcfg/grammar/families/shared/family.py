@@ -112,6 +112,7 @@ class Family:
     has_trees = False  # whether it has `span_marginals`, and its `log_likelihood` an argument `limits` of brackets
     works_with_weights = False  # whether micro-batches need the weights themselves, which ZeRO 3 takes apart
     sizes: tuple[str, ...] = ()  # settings that make a model smaller, the first one most
+    scores_are_bounds = False  # whether log-likelihoods are estimates of a lower bound
     shares_emission = False  # whether processes can share its emission: `computation.shards`
 
     def build(self, model: Any, words: Sequence[str], seed: int, text: EncodedText | None = None) -> nn.Module:
