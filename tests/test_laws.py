@@ -16,7 +16,7 @@ from lm_pcfg.bench import laws
 from lm_pcfg.bench.laws import Law, Trained
 from lm_pcfg.bench.plot import draw_laws
 from lm_pcfg.errors import UserError
-from lm_pcfg.inference.report import read_runs
+from lm_pcfg.inference.report import Run, read_runs
 from lm_pcfg.storage.metrics_file import MetricsFile
 
 SIZES, TEXTS = (256, 1024, 4096), (1e6, 4e6, 1.6e7)
@@ -268,6 +268,20 @@ def test_the_command_fits_the_folder_of_a_search(search: Path, tmp_path: Path) -
     assert found["advice"]["nonterminals"] >= 256
     drawn = xml.parse(picture).getroot()
     assert len(drawn.findall(".//{http://www.w3.org/2000/svg}circle")) == 3 * 9  # each run in each of three panels
+
+
+def test_runs_that_trained_at_the_same_time_are_named(search: Path) -> None:
+    alone, first, second = (Run(name, seconds=100.0) for name in ("alone", "first", "second"))
+    alone.periods = [(0.0, 50.0), (500.0, 550.0)]  # stopped, and resumed when the others had ended
+    first.periods = [(50.0, 100.0), (100.0, 150.0)]
+    second.periods = [(90.0, 190.0)]
+    assert (
+        laws.common_seconds(first.periods, second.periods) == laws.common_seconds(second.periods, first.periods) == 60
+    )
+    assert laws.trained_beside_others([alone, first, second]) == ["first", "second"]
+    assert laws.trained_beside_others([alone, first]) == []
+    said = CliRunner().invoke(cli.app, ["fit", str(search)]).stderr  # all were written at once
+    assert "and others trained while another run did: unless each had a machine of its own" in said
 
 
 def test_the_table_is_for_people(search: Path) -> None:

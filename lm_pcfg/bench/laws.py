@@ -28,6 +28,7 @@ EXPONENTS = (0.01, 3.0)  # where exponents are looked for
 NO_TERM = 1e-9  # of the loss: what a term is at most, in the middle of the runs, that only rounding has left
 AT_EDGE = 0.001  # an exponent so close to the edges, relatively, is at them
 SAME_TEXT = 0.02  # texts whose words differ by at most so much, relatively, count as one
+SHARED = 0.05  # of its seconds, that a run may share with another one
 FAR_OFF = 0.05  # what the others say of a run is far off from so much of its loss on
 HOUR = 3600.0
 
@@ -101,6 +102,27 @@ def trained(run: Run) -> Trained | str:
         return "its metrics do not tell how many words it has seen"
     epochs = sum(point.words for point in run.train) / words
     return Trained(run.name, run.nonterminals, words, epochs, run.seconds, math.log(best.perplexity))
+
+
+def trained_beside_others(runs: Sequence[Run]) -> list[str]:
+    """Name the runs that trained, for a share of their time that counts, while one of the others did."""
+    return [
+        run.name
+        for run in runs
+        if any(common_seconds(run.periods, other.periods) > SHARED * run.seconds for other in runs if other is not run)
+    ]
+
+
+def common_seconds(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> float:
+    """Return how long periods of one and of the other overlap; each in the order of time."""
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
 
 
 def _words_of_text(run: Run) -> float:

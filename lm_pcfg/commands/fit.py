@@ -39,7 +39,7 @@ def fit(
     from lm_pcfg.bench import laws
     from lm_pcfg.bench.plot import draw_laws
     from lm_pcfg.inference import report as reports
-    from lm_pcfg.inference.comparison import differences
+    from lm_pcfg.inference.comparison import differences, named
 
     runs = reports.read_runs(_runs_of(folders), warn)
     if len({run.unit for run in runs if run.unit}) > 1:
@@ -56,6 +56,11 @@ def fit(
     names = {one.name for one in taken}
     for reason in differences([run for run in runs if run.name in names]):
         warn(reason)
+    if shared := laws.trained_beside_others([run for run in runs if run.name in names]):
+        warn(
+            f"{named(shared)} trained while another run did: unless each had a machine of its own, their seconds mean "
+            "little, and so do the law of compute and the advice"
+        )
     fitted = laws.fit(taken)
     advice = None if words is None or hours is None else laws.advise(fitted, words, hours * laws.HOUR)
     if as_json:

@@ -56,7 +56,7 @@ def incomparable_losses(runs: Sequence[Run]) -> list[str]:
 
 def _who_does_not(runs: Sequence[Run]) -> str:
     without = [f"{run.name} {percent(run.unknown_share)}" for run in runs if run.unknown_share]
-    return f" (unknown in the validation text: {_named(without)})" if without else ""
+    return f" (unknown in the validation text: {named(without)})" if without else ""
 
 
 # ---- vocabularies ---------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def _vocabularies(runs: Sequence[Run]) -> list[str]:
     """runs: of one unit."""
     if len({vocabulary_identity(run.vocabulary) for run in runs} - {None}) < 2:
         return []
-    sizes = _named(f"{types:,}" for types in sorted({run.types for run in runs if run.types is not None}))
+    sizes = named(f"{types:,}" for types in sorted({run.types for run in runs if run.types is not None}))
     of_sizes = f" ({sizes} types)" if sizes else ""
     return [f"these runs have different vocabularies{of_sizes}: their perplexities cannot be compared"]
 
@@ -99,17 +99,17 @@ def _validation_texts(by_unit: Sequence[Sequence[Run]]) -> list[str]:
     names = sorted({str(name) for name in _settings(runs, "data", "valid") if name is not None})
     if len(names) > 1:
         if all(len({run.valid_tokens for run in some}) == 1 and some[0].valid_tokens for some in by_unit):
-            return [f"these runs may have different validation texts ({_named(names)}): compare with care"]
-        return [f"these runs have different validation texts ({_named(names)}): their perplexities cannot be compared"]
+            return [f"these runs may have different validation texts ({named(names)}): compare with care"]
+        return [f"these runs have different validation texts ({named(names)}): their perplexities cannot be compared"]
     for some in by_unit:
         # Words are those between spaces in any vocabulary; a line has other pieces in each.
         if some[0].unit == "pieces" and len({vocabulary_identity(run.vocabulary) for run in some}) > 1:
             continue
         sizes = sorted({run.valid_tokens for run in some if run.valid_tokens is not None})
         limits = sorted({str(limit or "none") for limit in _settings(some, "evaluation", "max_length")})
-        why = f"evaluation.max_length is {_named(limits)}" if len(limits) > 1 else "another text, or fewer of its lines"
+        why = f"evaluation.max_length is {named(limits)}" if len(limits) > 1 else "another text, or fewer of its lines"
         if len(sizes) > 1:
-            found = f"{_named(f'{size:,}' for size in sizes)} tokens; {why}"
+            found = f"{named(f'{size:,}' for size in sizes)} tokens; {why}"
             return [f"these runs have different validation texts ({found}): their perplexities cannot be compared"]
         if len(limits) > 1 and any(run.valid_tokens is None for run in some):
             return [f"these runs may have different validation texts ({why}): compare their perplexities with care"]
@@ -121,8 +121,8 @@ def _settings(runs: Sequence[Run], section: str, name: str) -> list[Any]:
     return [run.settings[section][name] for run in runs if name in run.settings.get(section, {})]
 
 
-def _named(values: Iterable[str]) -> str:
-    """a, b and c"""
+def named(values: Iterable[str]) -> str:
+    """a, b and c; of many the first and others"""
     *first, last = list(values) or [""]
     if len(first) >= _MOST_NAMED:
         first, last = first[: _MOST_NAMED - 1], "others"

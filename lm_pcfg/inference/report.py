@@ -55,6 +55,7 @@ class Run:
     epochs: int = 0  # begun
     steps: int = 0
     seconds: float = 0.0
+    periods: list[tuple[float, float]] = field(default_factory=list)  # when it trained, by the clock: of each line
     skipped: int = 0
     words_per_second: list[float] = field(default_factory=list)
     train: list[Point] = field(default_factory=list)
@@ -183,7 +184,10 @@ def _add(run: Run, line: dict[str, Any], previous: dict[str, Any] | None) -> Non
     passed = _number(line, "train/seconds")
     if passed is None and previous is not None and _is_of_training(line):
         passed = (_number(line, "time") or math.nan) - (_number(previous, "time") or math.nan)
-    run.seconds += passed if passed is not None and passed > 0 else 0.0
+    if passed is not None and passed > 0:
+        run.seconds += passed
+        if (ended := _number(line, "time")) is not None:
+            run.periods.append((ended - passed, ended))
     if (epoch := _number(line, "epoch")) is not None:
         run.epochs = int(epoch) + 1
     if (skipped := _number(line, "train/skipped")) is not None:
