@@ -35,6 +35,8 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "the model has learnt to do without its latent vector",
         "loss": "what training minimises: negative log-likelihood per sentence, or per token (loss.normalise)",
         "nll_per_sentence": "the loss of the first step, nats a sentence",
+        "mix": "of several checkpoints, what is averaged: their probabilities of `sentences`, or those of `words` (or "
+        "pieces) given the ones before",
         "recomputed": "sentences that left the range of the number format and were computed again, exactly",
         "impossible": "sentences of probability 0; they are in no sum",
         "precision": "number format of the inside algorithm; of `evaluate`: share of the predicted spans that are gold "

@@ -31,6 +31,7 @@ from lm_pcfg.inference import lines as lines_room
 from lm_pcfg.inference.evaluate import evaluate_model, load_gold
 from lm_pcfg.inference.lines import Warnings, map_lines
 from lm_pcfg.inference.model import Model, load_model
+from lm_pcfg.inference.next_word import Mix
 from lm_pcfg.inference.score import TextScore, score_lines, score_report
 from processes import ROOT, environment, free_port, run_ranks
 from small_runs import write_untrained_run
@@ -99,7 +100,9 @@ def together(monkeypatch):
     return run
 
 
-def scored(folder: Path, ranks: Ranks, *names: str) -> tuple[list[float | None], dict[str, Any], int]:
+def scored(
+    folder: Path, ranks: Ranks, *names: str, mix: Mix = "sentences"
+) -> tuple[list[float | None], dict[str, Any], int]:
     from lm_pcfg.inference.bounds import bounds_wanted
 
     done: list[int] = []
@@ -107,11 +110,11 @@ def scored(folder: Path, ranks: Ranks, *names: str) -> tuple[list[float | None],
     result = TextScore(bounds=bounds_wanted(mixture, 2 if names == ("compound",) else None, 0))
     text = str(folder / ("short" if names == ("compound",) else "text"))
     values = score_lines(
-        mixture, text, result, max_length=20, batch_cost=200, warn=lambda _: None,
+        mixture, text, result, max_length=20, batch_cost=200, mix=mix, warn=lambda _: None,
         on_lines=lambda lines, *_: done.append(lines), ranks=ranks,
     )  # fmt: skip
     listed = list(values)
-    return listed, score_report(mixture, text, result), sum(done) if ranks.is_main else len(listed)
+    return listed, score_report(mixture, text, result, mix=mix), sum(done) if ranks.is_main else len(listed)
 
 
 @pytest.mark.parametrize("names", [["one"], ["one", "two"], ["compound"]], ids="+".join)
@@ -121,6 +124,24 @@ def test_scores_are_equal_to_the_last_digit(folder, together, monkeypatch, names
     assert (values[7], values[12], done) == (None, -math.inf, len(values))
     for size in (2, 4) if names == ["one"] else (2,):
         assert together(size, lambda ranks: scored(folder, ranks, *names)) == [(values, report, done)] * size
+
+
+def test_mixtures_word_by_word_are_equal_to_the_last_digit(folder, together):
+    alone = scored(folder, ALONE, "one", "two", mix="words")
+    assert alone[1]["nll"] != scored(folder, ALONE, "one", "two")[1]["nll"]
+    assert together(2, lambda ranks: scored(folder, ranks, "one", "two", mix="words")) == [alone] * 2
+
+    def of_lines(ranks: Ranks) -> list[float]:
+        model = load_model([folder / "runs" / "one", folder / "runs" / "two"], device="cpu", ranks=ranks)
+        model.batch_cost = 200
+        return model.score((folder / "short").read_text().split("\n")[:7], mix="words").tolist()
+
+    assert together(2, of_lines) == [of_lines(ALONE)] * 2
+
+
+def test_a_model_that_cannot_be_mixed_word_by_word_is_told_by_one_rank(folder, together):
+    ends = together(2, lambda ranks: scored(folder, ranks, "compound", mix="words"))
+    assert sorted(type(end).__name__ for end in ends) == ["FailedElsewhere", "UserError"]
 
 
 def test_sentences_computed_again_are_counted_on_all_ranks(together):
@@ -317,6 +338,7 @@ def ended(monkeypatch, ranks: Ranks, error: Exception) -> None:
     [
         ["score", "text", "--json", "--batch-cost", "300"],
         ["score", "text", "--per-sentence", "--batch-cost", "300"],
+        ["score", "text", "--mix", "words", "--checkpoint", "runs/two", "--batch-cost", "300"],
         ["parse", "text"],
         ["evaluate", "gold", "--json"],
     ],

@@ -26,6 +26,12 @@ Checkpoints = Annotated[
         "their consensus in trees.",
     ),
 ]  # fmt: skip
+MixOption = Annotated[
+    Literal["sentences", "words"],
+    typer.Option(
+        help="Of several checkpoints: the mean of their probabilities of sentences, or of each word given those before."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 WeightsOption = Annotated[
     Literal["auto", "ema", "raw"], typer.Option(help="Averaged weights where there are any (auto), or one kind.")

@@ -20,7 +20,7 @@ from lm_pcfg.console import Advance, unseen
 from lm_pcfg.corpus.batches import Batch, BatchOptions, describe_lengths, make_batch, plan_batches
 from lm_pcfg.corpus.sentences import Sentences
 from lm_pcfg.errors import memory_told
-from lm_pcfg.grammar.families.shared.family import Distribution
+from lm_pcfg.grammar.families.shared.family import Distribution, Likelihood
 from lm_pcfg.settings import InsideSection
 
 LONG = 500  # symbols of a sentence that progress names before it is computed: time grows with the cube
@@ -56,7 +56,7 @@ def perplexity(nll: float) -> float:
 
 
 def sentence_log_probabilities(
-    model: Distribution,
+    model: Likelihood,
     sentences: Sentences,
     *,
     batch_cost: int,

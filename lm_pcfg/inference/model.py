@@ -26,7 +26,7 @@ from lm_pcfg.grammar.families import family_of
 from lm_pcfg.grammar.likelihood import tell_long
 from lm_pcfg.grammar.parsing import NO_TREE, Parser, Tags, as_array, mbr_trees, mean_posteriors
 from lm_pcfg.inference.lines import OnLines, longest_line, unit_of
-from lm_pcfg.inference.next_word import NextWords, complete, log_probabilities_after
+from lm_pcfg.inference.next_word import Mix, NextWords, check_mix, complete, log_probabilities_after
 from lm_pcfg.inference.sample import (
     Drawn,
     Sample,
@@ -37,7 +37,14 @@ from lm_pcfg.inference.sample import (
     posterior_trees,
     text_of,
 )
-from lm_pcfg.inference.score import BATCH_COST, Surprisal, check_mixture, mixture_log_probabilities, surprisals
+from lm_pcfg.inference.score import (
+    BATCH_COST,
+    Surprisal,
+    check_mixture,
+    mixture_log_probabilities,
+    parts_of,
+    surprisals,
+)
 from lm_pcfg.inference.symbols import SymbolTable, symbols_of
 from lm_pcfg.inference.trained import TrainedGrammar, Weights, load_trained
 
@@ -103,8 +110,11 @@ class Model:
 
     # ---- probabilities ----------------------------------------------------------------------------------------------
 
-    def score(self, lines: Sequence[str], *, on_lines: OnLines = unseen) -> np.ndarray:
+    def score(self, lines: Sequence[str], *, mix: Mix = "sentences", on_lines: OnLines = unseen) -> np.ndarray:
         """Return the natural log-probability of every line: fp64 [lines].
+
+        mix: of several grammars, the mean of their probabilities of sentences; or of each word (or piece) given those
+        before it, and of the end, over the grammars that give the words before a probability above 0.
 
         Of compound models (`sc_pcfg`, `c_pcfg`) it is an estimate of the evidence lower bound, with one latent vector
         for each line, the same each time; `lm_pcfg score --samples` draws more.
@@ -112,35 +122,36 @@ class Model:
         whenever some are done.
         """
         _check_lines(lines)
-        check_mixture(self.grammars)
+        parts = self.ranks.on_all(lambda: parts_of(self.grammars, mix, self.next_words))
         scores = np.full(len(lines), math.nan)
         there = [number for number, line in enumerate(lines) if line.split()]
         sentences = encode_sentences(((number, lines[number]) for number in there), self.vocabulary)
         if sentences.lines != len(there):  # a line of which the vocabulary makes nothing
             there = sentences.line_numbers.tolist()
         scores[there] = mixture_log_probabilities(
-            self.grammars, sentences, precision=self.precision, batch_cost=self.batch_cost,
-            statistics=self.statistics, on_lines=on_lines, ranks=self.ranks,
+            parts, sentences, precision=self.precision, batch_cost=self.batch_cost, statistics=self.statistics,
+            on_lines=on_lines, ranks=self.ranks,
         )  # fmt: skip
         return scores
 
     # ---- what comes next --------------------------------------------------------------------------------------------
 
     def surprisal(
-        self, lines: Sequence[str], *, entropy: bool = False, on_lines: OnLines = unseen
+        self, lines: Sequence[str], *, entropy: bool = False, mix: Mix = "sentences", on_lines: OnLines = unseen
     ) -> list[Surprisal | None]:
         """Return the surprisal of every word of every line, and of its end, in bits; None for a blank line.
 
         Each line is a text of its own: nothing before it counts. The sum over a line is -log2 of its probability.
-        entropy: also that of what comes next, before each word.
+        entropy: also that of what comes next, before each word. mix: of several grammars, as in `score`.
         """
         _check_lines(lines)
+        check_mix(mix)
         models = self.next_words()
         results: list[Surprisal | None] = [None] * len(lines)
         for indices in self._batches(lines, on_lines):
             found = surprisals(
                 models, [lines[index] for index in indices], precision=self.precision, statistics=self.statistics,
-                with_entropy=entropy,
+                with_entropy=entropy, mix=mix,
             )  # fmt: skip
             for index, one in zip(indices, found, strict=True):
                 results[index] = one

@@ -2,6 +2,13 @@
 
 A simple PCFG and a hidden Markov model look alike from here: the words before a word give every preterminal (or state)
 a probability, and the preterminal gives every word one. `NextWords` is that view of a model.
+
+Several models are an even mixture (`Mix`):
+
+    sentences   the mean of their probabilities of sentences, and so of prefixes: a grammar again, whose root first
+                chooses one of them
+    words       the mean of their probabilities of each word given those before it, and likewise of the end, over the
+                models that give the words before a probability above 0: no grammar any more
 """
 
 from __future__ import annotations
@@ -9,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -23,6 +30,7 @@ from lm_pcfg.grammar.families.shared.family import Growing, PrefixModel
 from lm_pcfg.grammar.generation import draw_options
 from lm_pcfg.inference.trained import TrainedGrammar
 
+Mix = Literal["sentences", "words"]
 LARGEST_BLOCK = 1 << 24  # numbers of a table [prefixes, words]
 LARGEST_CHARTS = 1 << 27  # numbers in the charts of prefixes that grow together: 1 GiB
 LITTLE_LOST = 1e-6  # mass of derivations without end that nobody need be told of
@@ -95,9 +103,7 @@ class NextWords:
         if self.model.end_is_a_word:
             return None
         if end_id is None:
-            before = torch.cat((ends.new_full((1,), -math.inf), ends[:-1])).double()
-            before[[int(place) for place in np.cumsum([0, *lengths])[:-1]]] = -math.inf  # a sentence has a word
-            return before
+            return before_each(ends.double(), lengths, -math.inf)  # a sentence has a word
         closings = torch.empty(len(words), dtype=torch.float64, device=ends.device)
         emissions, growing = self.emissions_of(words.cpu().numpy()), self.model.growing(len(lengths))
         for alive, rows in side_by_side(lengths):
@@ -283,6 +289,76 @@ def complete(
     ]
     places = {place: index for index, place in enumerate(sorted(set(chosen.tolist())))}
     return [next(made[places[place]]) for place in chosen.tolist()]
+
+
+# ---- mixtures -------------------------------------------------------------------------------------------------------
+
+
+def check_mix(mix: str) -> None:
+    """Refuse what is no mixture."""
+    if mix not in get_args(Mix):
+        raise UserError(f"unknown mixture {mix!r}: use {' or '.join(get_args(Mix))}")
+
+
+class WordMixture:
+    """The even mixture of some models word by word, as what gives sentences a probability."""
+
+    def __init__(self, models: Sequence[NextWords]):
+        self.models = models
+
+    @torch.no_grad()
+    def log_likelihood(
+        self, words: Tensor, lengths: list[int], *, precision: str, backend: str, statistics: Statistics | None = None
+    ) -> Tensor:
+        """Return the log-probability of each sentence: fp64 [B]; see `Likelihood`."""
+        if backend != "auto":
+            raise ValueError("prefixes choose their backend themselves: use auto")
+        found = [one.prefixes(words, lengths, precision=precision, statistics=statistics) for one in self.models]
+        ends_are_words = self.models[0].trained.vocabulary.end_id is not None
+        mixed = mixed_prefixes(found, lengths, "words", ends_are_words=ends_are_words)
+        return mixed.ends[torch.tensor(lengths).cumsum(0) - 1]
+
+
+def mixed_prefixes(found: Sequence[Prefixes], lengths: list[int], mix: Mix, *, ends_are_words: bool) -> Prefixes:
+    """Return log P of all prefixes in a mixture of models, fp64, from what each model says of them.
+
+    ends_are_words: whether a sentence ends with a symbol `<eos>`, so that its end is one of the symbols
+    """
+    begins, ends = [one.begins for one in found], [one.ends for one in found]
+    if mix == "sentences" or len(found) == 1:
+        return Prefixes(mean_probability(begins), mean_probability(ends))
+
+    def given(joint: list[Tensor], begun: list[Tensor]) -> Tensor:
+        """Return log p given the words before; -inf, too, where these have probability 0 in all models."""
+        nowhere = torch.stack(begun).amax(0) == -math.inf
+        return torch.where(nowhere, -math.inf, mixed_conditionals(joint, begun, mix))
+
+    before = [before_each(one, lengths, 0.0) for one in begins]
+    log_p = torch.cat([steps.cumsum(0) for steps in given(begins, before).split(lengths)])
+    if ends_are_words:
+        return Prefixes(log_p, before_each(log_p, lengths, 0.0) + given(ends, before))
+    return Prefixes(log_p, log_p + given(ends, begins))
+
+
+def mixed_conditionals(joint: Sequence[Tensor], begun: Sequence[Tensor], mix: Mix) -> Tensor:
+    """Return log p(what comes next | words before) in a mixture of models, fp64.
+
+    joint, begun: of each model, log P(words before, what comes next) and log P(words before). NaN: nothing comes next,
+    the words before have probability 0 in all models.
+    """
+    if mix == "sentences":
+        return mean_probability(joint) - mean_probability(begun)
+    each, before = (torch.stack([one.double() for one in some]) for some in (joint, begun))
+    there = before != -math.inf
+    each = torch.where(there, each - before, -math.inf)
+    return torch.logsumexp(each, 0) - there.sum(0).double().log()
+
+
+def before_each(values: Tensor, lengths: list[int], at_the_start: float) -> Tensor:
+    """Shift the values of symbols to the next ones of their sentences."""
+    before = torch.cat((values[:1], values[:-1]))
+    before[[int(place) for place in np.cumsum([0, *lengths])[:-1]]] = at_the_start
+    return before
 
 
 def mean_probability(log_probabilities: Sequence[Tensor]) -> Tensor:

@@ -20,10 +20,19 @@ from lm_pcfg.corpus.text import EMBEDDED_PREFIX, display_name, read_words
 from lm_pcfg.corpus.unknown import Unknown
 from lm_pcfg.distributed.sharing import ALONE, Ranks
 from lm_pcfg.errors import UserError
+from lm_pcfg.grammar.families.shared.family import Likelihood
 from lm_pcfg.grammar.likelihood import CorpusScore, corpus_score, perplexity, sentence_log_probabilities
 from lm_pcfg.inference.bounds import Bounds
 from lm_pcfg.inference.lines import OnLines, Warnings, longest_line, map_lines, warn_of_unknown
-from lm_pcfg.inference.next_word import NextWords, mean_probability
+from lm_pcfg.inference.next_word import (
+    Mix,
+    NextWords,
+    WordMixture,
+    before_each,
+    check_mix,
+    mixed_conditionals,
+    mixed_prefixes,
+)
 from lm_pcfg.inference.trained import TrainedGrammar
 
 BATCH_COST = 25_600  # words squared of a batch
@@ -85,44 +94,59 @@ def check_mixture(mixture: Sequence[TrainedGrammar]) -> None:
             )
 
 
+def parts_of(
+    mixture: Sequence[TrainedGrammar], mix: Mix, next_words: Callable[[], Sequence[NextWords]]
+) -> list[Likelihood]:
+    """Return the distributions whose mean is the mixture: its grammars; or one, their mixture word by word.
+
+    next_words: what each grammar says of prefixes, which may be refused. It is needed for a mixture word by word.
+    """
+    check_mix(mix)
+    check_mixture(mixture)
+    if mix == "words":
+        models = next_words()
+        if len(models) > 1:
+            return [WordMixture(models)]
+    return [one.grammar for one in mixture]
+
+
 def mixture_log_probabilities(
-    mixture: Sequence[TrainedGrammar], sentences: Sentences, *, precision: str = "fp32", backend: str = "auto",
+    parts: Sequence[Likelihood], sentences: Sentences, *, precision: str = "fp32", backend: str = "auto",
     batch_cost: int = BATCH_COST, statistics: Statistics | None = None, on_lines: OnLines = unseen,
     ranks: Ranks = ALONE,
 ) -> np.ndarray:  # fmt: skip
     """Return the log-probability of every sentence, fp64 [lines], -inf for those without a tree.
 
-    mixture: grammars of one vocabulary. Several, each with the same share, are one grammar again: that of all their
-    symbols, whose root first chooses one of them.
+    parts: of one vocabulary, see `parts_of`; each has the same share.
     """
     how: dict[str, Any] = {"batch_cost": batch_cost, "precision": precision, "backend": backend}
     how |= {"statistics": statistics, "rank": ranks.rank, "world_size": ranks.world_size}
-    parts = [
+    found = [
         ranks.summed(
             partial(
-                sentence_log_probabilities, one.grammar, sentences, **how,
-                on_batch=on_lines if last else unseen,  # done when the last grammar has them
+                sentence_log_probabilities, one, sentences, **how,
+                on_batch=on_lines if last else unseen,  # done when the last part has them
             )
         )
-        for one, last in zip(mixture, [*[False] * (len(mixture) - 1), True], strict=True)
+        for one, last in zip(parts, [*[False] * (len(parts) - 1), True], strict=True)
     ]  # fmt: skip
-    return np.logaddexp.reduce(parts) - math.log(len(mixture))  # of the mean probability
+    return np.logaddexp.reduce(found) - math.log(len(parts))  # of the mean probability
 
 
 def score_lines(
     mixture: Sequence[TrainedGrammar], source: str, result: TextScore, *, max_length: int, precision: str = "fp32",
-    backend: str = "auto", batch_cost: int = BATCH_COST, warn: Callable[[str], None],
+    backend: str = "auto", batch_cost: int = BATCH_COST, mix: Mix = "sentences", warn: Callable[[str], None],
     on_lines: OnLines = unseen, ranks: Ranks = ALONE,
 ) -> Iterator[float | None]:  # fmt: skip
     """Yield the log-probability of every line (-inf: skipped, None: blank), and add up the sums in `result`."""
-    check_mixture(mixture)
+    parts = ranks.on_all(lambda: parts_of(mixture, mix, lambda: [NextWords(one) for one in mixture]))
 
     def log_probabilities(lines: list[str], on_lines: OnLines) -> list[float]:
         sentences = encode_sentences(enumerate(lines, start=1), vocabulary)
         how: dict[str, Any] = {"precision": precision, "backend": backend, "batch_cost": batch_cost}
         how |= {"statistics": result.statistics, "on_lines": on_lines, "ranks": ranks}
         if result.bounds is None:
-            log_p = mixture_log_probabilities(mixture, sentences, **how)
+            log_p = mixture_log_probabilities(parts, sentences, **how)
         else:
             log_p = result.bounds.score(mixture[0], sentences, **how)
         score = corpus_score(sentences, log_p)
@@ -164,7 +188,7 @@ def score_lines(
 
 
 def score_report(
-    mixture: Sequence[TrainedGrammar], source: str, result: TextScore, precision: str = "fp32"
+    mixture: Sequence[TrainedGrammar], source: str, result: TextScore, precision: str = "fp32", mix: Mix = "sentences"
 ) -> dict[str, Any]:
     """What `lm_pcfg score` prints, once all lines are scored; an error if none could be."""
     total = result.total
@@ -177,6 +201,7 @@ def score_report(
         "file": source,
         "checkpoint": " + ".join(str(one.checkpoint) for one in mixture),
         "weights": " + ".join(one.weights for one in mixture),
+        **({"mix": mix} if len(mixture) > 1 else {}),
         "nll": total.nll,
         "words": result.words,
         "pieces": result.pieces,
@@ -233,11 +258,12 @@ class Surprisal(NamedTuple):
 
 def surprisals(
     models: Sequence[NextWords], lines: Sequence[str], *, precision: str, statistics: Statistics | None = None,
-    with_entropy: bool = False,
+    with_entropy: bool = False, mix: Mix = "sentences",
 ) -> list[Surprisal | None]:  # fmt: skip
     """Return the surprisals of some lines; None: blank, or its words cannot be told apart.
 
-    Several models: probabilities of prefixes are averaged, as those of an even mixture are.
+    Several models are an even mixture, see next_word.py. Word by word, it is of the symbols of the vocabulary: with
+    pieces, of each piece.
     """
     results: list[Surprisal | None] = [None] * len(lines)
     vocabulary = models[0].trained.vocabulary
@@ -258,8 +284,9 @@ def surprisals(
         model.prefixes(words, lengths, precision=precision, statistics=statistics, with_next=with_entropy)
         for model in models
     ]
-    begins = mean_probability([one.begins for one in found]).cpu().numpy()
-    ends = mean_probability([one.ends for one in found]).cpu().numpy()
+    of_all = mixed_prefixes(found, lengths, mix, ends_are_words=bool(end))
+    begins, ends = of_all.begins.cpu().numpy(), of_all.ends.cpu().numpy()
+    log_begun = [before_each(one.begins, lengths, 0.0) for one in found]  # log P of the symbols before each
     closings = [
         model.closings(words, lengths, one.ends) if with_entropy else None
         for model, one in zip(models, found, strict=True)
@@ -268,7 +295,7 @@ def surprisals(
     for number, boundaries, length in there:
         own = slice(first, first + length + len(after_last))
         cumulative = np.concatenate(([0.0], begins[own]))[boundaries]  # log P before each word, and after the last
-        entropy = _entropies(models, found, closings, own, begins)[boundaries] if with_entropy else None
+        entropy = _entropies(models, found, closings, log_begun, own, mix)[boundaries] if with_entropy else None
         with np.errstate(invalid="ignore"):  # what follows a word of probability 0 has no surprisal: NaN
             bits = (cumulative[:-1] - cumulative[1:]) / math.log(2)
             end_bits = float(cumulative[-1] - ends[first + length - 1]) / math.log(2)
@@ -278,16 +305,14 @@ def surprisals(
 
 
 def _entropies(
-    models: Sequence[NextWords], found: Sequence[Prefixes], closings: Sequence[Tensor | None], own: slice,
-    begins: np.ndarray,
+    models: Sequence[NextWords], found: Sequence[Prefixes], closings: Sequence[Tensor | None],
+    log_begun: Sequence[Tensor], own: slice, mix: Mix,
 ) -> np.ndarray:  # fmt: skip
     """Return the entropy in bits of what comes before each symbol of a sentence: [symbols]."""
     joint = []
     for model, one, closing in zip(models, found, closings, strict=True):
         assert one.next is not None
         joint.append(model.following(one.next[own], None if closing is None else closing[own]))
-    after = mean_probability(joint)  # [symbols, V + 1] log P(symbols before, word or end)
-    log_begun = np.concatenate(([0.0], begins[own]))[:-1]
-    log_p = after - torch.from_numpy(log_begun).to(after.device)[:, None]
+    log_p = mixed_conditionals(joint, [one[own, None] for one in log_begun], mix)  # [symbols, V + 1]
     terms = torch.where(log_p == -math.inf, 0.0, log_p.exp() * log_p)  # NaN after words of probability 0
     return -terms.sum(1).cpu().numpy() / math.log(2)

@@ -12,6 +12,7 @@ from lm_pcfg.commands.output import (
     Checkpoints,
     DeviceOption,
     Json,
+    MixOption,
     PrecisionOption,
     ThreadsOption,
     WeightsOption,
@@ -25,6 +26,7 @@ from lm_pcfg.console import progress, warn
 def score(
     file: Annotated[str, typer.Argument(help="Text with one sentence a line, - (standard input), or embedded:test.")],
     checkpoint: Checkpoints = None,
+    mix: MixOption = "sentences",
     per_sentence: Annotated[bool, typer.Option(help="Print the natural log-probability of every line.")] = False,
     as_json: Json = False,
     max_length: Annotated[int, typer.Option(min=1, help="Skip lines of more words (or pieces).")] = 250,
@@ -79,14 +81,14 @@ def score(
             with progress("lines scored", total, show=not (per_sentence and sys.stdout.isatty())) as bar:
                 values = score_lines(
                     mixture, file, result, max_length=max_length, precision=precision, batch_cost=batch_cost,
-                    warn=lambda message: bar.message(f"warning: {message}"), on_lines=bar.advance, ranks=ranks,
+                    mix=mix, warn=lambda message: bar.message(f"warning: {message}"), on_lines=bar.advance, ranks=ranks,
                 )  # fmt: skip
                 for value in values:
                     if per_sentence and ranks.is_main:
                         print("" if value is None else f"{value:.9g}")
             if not ranks.is_main:
                 return
-            report = score_report(mixture, file, result, precision)
+            report = score_report(mixture, file, result, precision, mix)
             if as_json:
                 print_json(report)
             else:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lm_pcfg.commands.output import Checkpoints, DeviceOption, PrecisionOption, WeightsOption
+from lm_pcfg.commands.output import Checkpoints, DeviceOption, MixOption, PrecisionOption, WeightsOption
 from lm_pcfg.console import progress
 from lm_pcfg.errors import UserError
 
@@ -20,6 +20,7 @@ ENTROPY_COLUMNS = ["entropy", "entropy_reduction"]
 def surprisal(
     file: Annotated[str, typer.Argument(help="Text with one sentence a line, - (standard input), or embedded:test.")],
     checkpoint: Checkpoints = None,
+    mix: MixOption = "sentences",
     entropy: Annotated[
         bool, typer.Option("--entropy", help="Also the entropy of what comes next, and by how much the word lowers it.")
     ] = False,
@@ -51,7 +52,7 @@ def surprisal(
                 warnings.warn(message)
         lines = map_lines(
             file, model.vocabulary,
-            lambda some, on_lines: model.surprisal(some, entropy=entropy, on_lines=on_lines),
+            lambda some, on_lines: model.surprisal(some, entropy=entropy, mix=mix, on_lines=on_lines),
             command="surprisal", max_length=max_length, fitting=model.longest_line(),
             min_length=min(one.fewest_symbols for one in model.grammars), warnings=warnings, on_lines=bar.advance,
         )  # fmt: skip

@@ -25,7 +25,16 @@ from lm_pcfg.settings import ModelSection
 BYTES = 4  # of a number in fp32
 
 
-class Distribution(Protocol):
+class Likelihood(Protocol):
+    """What gives sentences a probability."""
+
+    def log_likelihood(
+        self, words: Tensor, lengths: list[int], *, precision: str, backend: str, statistics: Statistics | None = None
+    ) -> Tensor:
+        """Natural log-probability of each sentence: [B]. words: [sum(lengths)] ids, sentences one after another."""
+
+
+class Distribution(Likelihood, Protocol):
     """A distribution over sentences: what the forward pass of a family's module returns, once an optimizer step.
 
     It is a NamedTuple of tensors (or of NamedTuples): engines look for tensors in tuples. Here is what it must have.
@@ -39,7 +48,7 @@ class Distribution(Protocol):
         word_posteriors                     `tag`
         with_root_over_nonterminals         `--root nonterminals`
         sample                              `sample`: derivations drawn from the model itself
-        prefix_model                        `next`, `surprisal`: a `PrefixModel`
+        prefix_model                        `next`, `surprisal`, `score --mix words`: a `PrefixModel`
         sentence_figures                    further figures of sentences, whose mean an evaluation logs
         warning                             what a user should know before figures are believed
     """
@@ -57,11 +66,6 @@ class Distribution(Protocol):
 
     def detached(self) -> Any:
         """The same values as leaves of a new graph; its `tensors` correspond to those here."""
-
-    def log_likelihood(
-        self, words: Tensor, lengths: list[int], *, precision: str, backend: str, statistics: Statistics | None = None
-    ) -> Tensor:
-        """Natural log-probability of each sentence: [B]. words: [sum(lengths)] ids, sentences one after another."""
 
     def describe(self, thorough: bool = False) -> dict[str, float]:
         """Figures that an evaluation logs, by the names they have in the metrics; thorough: those of `info` too."""
