@@ -32,6 +32,7 @@ CASES = {
     "rotated": {"model": {"children": "rotated", "feature_dropout": 0.2}},
     "nonterminal-root": {"model": {"root": "nonterminals"}},
     "bf16": {"networks": {"precision": "bf16"}},
+    "bounded": {"model": {"parameterization": "bounded"}, "networks": {"precision": "bf16"}},
 }
 BASE = {
     "model": {"init": "normal(0.15, 0.1)"}, "ema": {"decay": 0.9},

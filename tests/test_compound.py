@@ -474,7 +474,7 @@ def test_through_the_commands(family, tmp_path):
         assert ran(tmp_path, "sample", "--posterior", "valid.txt", "-n", "1", *here).startswith("(")
         assert "N0" in ran(tmp_path, "info", *here, "--grammar")
     else:
-        assert "has no Viterbi trees" in refusal(tmp_path, "parse", "valid.txt", *here, "--method", "viterbi")
+        assert "have no Viterbi trees" in refusal(tmp_path, "parse", "valid.txt", *here, "--method", "viterbi")
         assert "rules over pairs of children only" in refusal(tmp_path, "info", *here, "--grammar")
     assert "use normal(symbols, words)" in refusal(tmp_path, "train", "--config", config, "model.init=contexts(1, 1)")
 

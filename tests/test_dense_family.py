@@ -163,7 +163,7 @@ def test_through_the_commands(eos, tmp_path):
         assert ran(tmp_path, "sample", "-n", "20", "--trees", *here).startswith("(N")
         assert json.loads(ran(tmp_path, "info", *here, "--json"))["family"] == "n_pcfg"
         assert "rules over pairs of children only" in refusal(tmp_path, "info", *here, "--grammar")
-        assert "has no Viterbi trees" in refusal(tmp_path, "parse", "valid.txt", *here, "--method", "viterbi")
+        assert "have no Viterbi trees" in refusal(tmp_path, "parse", "valid.txt", *here, "--method", "viterbi")
         assert "no trees drawn for given" in refusal(tmp_path, "sample", "--posterior", "valid.txt", *here)
         assert "use normal(symbols, words)" in refusal(
             tmp_path, "train", "--config", "n.yaml", "model.init=contexts(1, 1)"

@@ -113,7 +113,7 @@ def test_the_seed_decides_the_weights():
     assert not torch.equal(one["symbols"], other["symbols"])
 
 
-@pytest.mark.parametrize("parameterization", ["paper", "released"])
+@pytest.mark.parametrize("parameterization", ["paper", "released", "bounded"])
 @pytest.mark.parametrize("root_over", ["all", "nonterminals"])
 def test_state_dropout_is_the_grammar_over_the_kept_symbols(parameterization, root_over):
     """... and the dropped ones get no gradient."""
@@ -233,7 +233,7 @@ def test_gradients_of_bf16_rules_are_gathered_in_fp32(monkeypatch):
         assert (narrow - wide).norm() <= 8e-2 * wide.norm()  # the root's is small, and a chart of bf16 is noisy
 
 
-@pytest.mark.parametrize("parameterization", ["paper", "released"])
+@pytest.mark.parametrize("parameterization", ["paper", "released", "bounded"])
 def test_networks_in_bf16(parameterization):
     """Tables are bf16 inside, weights and their gradients fp32; rules have the type that the chart wants."""
     options = {"parameterization": parameterization, "rotated_children": True, "seed": 2}

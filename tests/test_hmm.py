@@ -297,7 +297,7 @@ def test_a_family_through_the_commands(name, tmp_path):
 
     for arguments in (("sample", *here, "--trees"), ("sample", *here, "--posterior", "valid.txt"),
                       ("parse", "valid.txt", *here)):  # fmt: skip
-        assert "HiddenMarkovModel has no trees" in refusal(*arguments, cwd=tmp_path)
+        assert "models of this family have no trees" in refusal(*arguments, cwd=tmp_path)
     figures = json.loads(run("info", *here, "--json", cwd=tmp_path))
     assert figures["family"] == name
     assert figures["entropy/transition"] > 0

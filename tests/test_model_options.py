@@ -1,4 +1,4 @@
-"""What a recipe may add to the paper's networks: dropout of coordinates, rotated children, a temperature."""
+"""What a recipe may add to the paper's networks: dropout of coordinates, rotated children, a temperature, a bound."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from lm_pcfg.grammar.computation import Computation, backward_through
 from lm_pcfg.grammar.dropout import Dropout, FeatureDropout, draw_kept
 from lm_pcfg.grammar.families.sn_pcfg import SimplePCFG
+from lm_pcfg.grammar.networks import LARGEST_RMS, ResidualPair, residual_network, shortened
 
 N, P, V, D = 5, 7, 11, 6
 ONES = torch.ones(400, 500)
@@ -116,3 +117,87 @@ def test_gradients_gathered_on_the_grammar_equal_plain_autograd(rotated):
     sum(plain.log_likelihood(*batch, precision="fp64").sum() for batch in batches).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-10, atol=1e-14, msg=name)
+
+
+# ---- residual pairs whose inputs are bounded ------------------------------------------------------------------------
+
+
+def test_longer_rows_are_shortened_and_the_others_stay_bit_for_bit():
+    x = torch.randn(6, 4, dtype=torch.float64) * torch.tensor([0.0, 0.1, 0.5, 5.0, 1e3, 1e18]).double()[:, None]
+    lengths, after = x.norm(dim=1), shortened(x, 2.0)
+    assert (lengths > 2).any()
+    assert (lengths < 2).any()
+    assert torch.equal(after[lengths <= 2], x[lengths <= 2])
+    torch.testing.assert_close(after[lengths > 2], 2 * x[lengths > 2] / lengths[lengths > 2, None])
+    for dtype in (torch.float32, torch.bfloat16):  # lengths are those of fp32: squares of bf16 would be too coarse
+        narrow = x.to(dtype)
+        assert shortened(narrow, 2.0).dtype == dtype
+        expected = narrow.double().norm(dim=1).clamp(max=2.0)
+        assert (shortened(narrow, 2.0).double().norm(dim=1) - expected).abs().max() < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("scale", [0.01, 30.0], ids=["within", "beyond"])
+def test_gradients_of_a_bounded_pair(scale):
+    torch.manual_seed(1)
+    pair = ResidualPair(4, bounded=True).double()
+    x = (scale * torch.randn(3, 4, dtype=torch.float64)).requires_grad_()
+    added = torch.relu(pair.second(torch.relu(pair.first(x))))
+    rms = added.square().mean(1, keepdim=True).sqrt()
+    assert (rms > LARGEST_RMS).any() if scale > 1 else (rms < LARGEST_RMS).all()
+    torch.testing.assert_close(pair(x), added * (LARGEST_RMS / rms).clamp(max=1.0) + x)
+    assert torch.autograd.gradcheck(lambda x, *_: pair(x), (x, *pair.parameters()))
+
+
+def test_a_bounded_pair_in_bf16_is_that_of_fp32():
+    torch.manual_seed(0)
+    pair, x = ResidualPair(16, bounded=True), 3 * torch.randn(8, 16)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        pair.zero_grad()
+        given = x.detach().to(dtype).requires_grad_()
+        out = pair(given)
+        assert out.dtype == dtype
+        out.float().sum().backward()
+        found[dtype] = [out.detach(), given.grad, *(parameter.grad.clone() for parameter in pair.parameters())]
+    for wide, narrow in zip(*found.values(), strict=True):
+        assert ((narrow.float() - wide).norm() / wide.norm()).item() < 0.02
+
+
+def test_bounded_pairs_add_to_features_and_do_not_multiply_them():
+    """Where weights of all layers point the same way, a pair makes features a hundred times as long."""
+    x, longest = torch.ones(2, 16, dtype=torch.float64), {}
+    for bounded in (False, True):
+        network = residual_network(16, 3, bounded).double()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.fill_(0.6 if parameter.dim() == 2 else 0.0)  # the largest singular value is 9.6
+        longest[bounded] = network(x).norm(dim=1).max().item()
+    assert longest[False] > 1e7
+    assert longest[True] == pytest.approx(4 * 9.6 + 3 * 4 * LARGEST_RMS)
+
+
+def test_a_bounded_model_is_the_released_one_until_rows_are_long():
+    small, large = ({"parameterization": name, "init": "xavier_normal"} for name in ("released", "bounded"))
+    for deviation, same in ((0.01, True), (3.0, False)):
+        models = [
+            SimplePCFG(nonterminals=N, preterminals=P, words=V, dimension=D, symbol_deviation=deviation, **options)
+            for options in (small, large)
+        ]
+        for model in models:  # biases alone are long where there are so few coordinates
+            model.load_state_dict({k: 0.0 * v if k.endswith("bias") else v for k, v in model.state_dict().items()})
+        released, bounded = (model() for model in models)
+        assert torch.equal(released.emission.features, bounded.emission.features) == same
+        for name in ("root", "left", "right"):  # their networks have one layer
+            assert torch.equal(getattr(released, name), getattr(bounded, name))
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_an_evaluation_tells_the_longest_feature(rows):
+    model = make_model()
+    with torch.no_grad():
+        model.symbols[N:] = 0.1
+        model.symbols[N + rows] = 50.0
+    grammar = model()
+    lengths = grammar.emission.features.norm(dim=1)
+    assert lengths.argmax() == rows
+    assert grammar.describe()["emission/longest_feature"] == pytest.approx(lengths[rows].item())

@@ -60,6 +60,16 @@ def summary_of(folder: Path, reach: float | None = None) -> dict:
     return summary(run, reach)
 
 
+def test_perplexities_of_compound_models_are_upper_bounds(tmp_path):
+    """Their evaluations have a divergence."""
+    lines = [(step, line | ({"valid/kl": 0.5} if "valid/ppl" in line else {})) for step, line in WHOLE]
+    bound, exact = summary_of(write_run(tmp_path / "a", lines)), summary_of(write_run(tmp_path / "b", WHOLE))
+    assert bound["ppl_is"].startswith("an upper bound")
+    assert "ppl_is" not in exact
+    assert (table([bound, exact]).count("<= 118.00"), table([bound, exact]).count("118.00")) == (1, 2)
+    assert table([bound, exact]).count("<=") == 2  # of validation and of training
+
+
 def test_the_figures_of_a_run(tmp_path):
     line = summary_of(write_run(tmp_path / "a", WHOLE), reach=119.0)
     assert line == {

@@ -22,7 +22,7 @@ LARGE = SNPCFGSection(nonterminals=4096)
 WORDS = 10_000
 
 
-@pytest.mark.parametrize("parameterization", ["paper", "released", "tables"])
+@pytest.mark.parametrize("parameterization", ["paper", "bounded", "released", "tables"])
 @pytest.mark.parametrize("root", ["all", "nonterminals"])
 def test_parameters_are_those_of_the_model(parameterization, root):
     networks = {"dimension": 6, "parameterization": parameterization}

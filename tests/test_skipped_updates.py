@@ -129,12 +129,20 @@ def test_checkpoints_are_not_replaced_while_updates_are_skipped(tmp_path, monkey
     assert names[-2:] == ["step-00000009", "step-00000010"]
 
 
-def test_a_run_that_diverges_at_once_says_so(tmp_path):
-    with pytest.raises(loop.TrainingStopped, match=r"updates in a row were not finite \(the last one: the "):
+@pytest.mark.parametrize(
+    ("networks", "way_out"),
+    [
+        ("paper", ", a longer warm-up or model.parameterization=bounded from the start"),
+        ("bounded", " or a longer warm-up"),
+    ],
+)
+def test_a_run_that_diverges_at_once_says_so_and_what_to_try(networks, way_out, tmp_path):
+    with pytest.raises(loop.TrainingStopped, match=r"updates in a row were not finite \(the last one: the ") as stopped:
         run(
-            tmp_path, "model.parameterization=paper", "model.init=xavier_normal", "optimizer.learning_rate=1e15",
+            tmp_path, f"model.parameterization={networks}", "model.init=xavier_normal", "optimizer.learning_rate=1e15",
             "training.epochs=9",
         )  # fmt: skip
+    assert str(stopped.value).endswith(f"try a lower learning rate{way_out}")
 
 
 def test_the_best_is_saved_even_if_an_update_was_skipped_just_before(tmp_path, monkeypatch):

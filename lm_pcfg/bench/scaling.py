@@ -116,7 +116,7 @@ def parameters(model: Model, words: int) -> int:
     layer = d * d + d
     tables = d + (symbols + words) * d + 3 * layer  # start, symbols and words; left child, right child, parent
     tables += (model.root == "all") + (2 * d * d if model.children == "rotated" else 0)
-    if model.parameterization == "released":
+    if model.parameterization != "paper":
         return tables + 7 * layer
     return tables + 2 * 5 * layer + roots * d
 

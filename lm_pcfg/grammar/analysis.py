@@ -174,14 +174,15 @@ def _effective_number(weights: Tensor) -> float:
 
 
 def summary(rules: AnyRules, emission: Emission) -> dict[str, float]:
-    """Figures that tell early whether symmetry breaks: mean entropies (nats) and effective numbers of symbols."""
+    """Figures that tell early whether symmetry breaks, mean entropies (nats) and effective numbers of symbols, or
+    whether a training explodes."""
     n, (left, right) = rules.nonterminals, Children.of(rules)
     children = (left.mean() + right.mean()) / 2  # [N+P] as used by an average parent
     return {
         "entropy/root": entropy(rules.root).item(),
         "entropy/left": _mean_entropy(left),
         "entropy/right": _mean_entropy(right),
-        "entropy/emission": emission.entropies().mean().item(),
+        **emission.describe(),
         "symbols/effective_nonterminals": _effective_number(children[:n]),
         "symbols/effective_preterminals": _effective_number(children[n:]),
         "grammar/spectral_radius": spectral_radius(rules, iterations=100, tolerance=1e-5),

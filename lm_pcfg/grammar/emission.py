@@ -186,6 +186,13 @@ class Emission(NamedTuple):
             "a lower rate"
         )
 
+    def describe(self) -> dict[str, float]:
+        """Figures that an evaluation logs."""
+        return {
+            "entropy/emission": self.entropies().mean().item(),
+            "emission/longest_feature": self.features.norm(dim=-1).max().item(),
+        }
+
     def entropies(self, rows: int = 1024) -> Tensor:
         """Entropy in nats of each preterminal's words: [P], computed for some rows at a time."""
         parts = []

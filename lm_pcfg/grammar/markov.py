@@ -111,7 +111,7 @@ class HiddenMarkovModel(NamedTuple):
         return {
             "entropy/start": entropy(self.start).item(),
             "entropy/transition": torch.cat([entropy(part) for part in rows]).mean().item(),
-            "entropy/emission": self.emission.entropies().mean().item(),
+            **self.emission.describe(),
             "symbols/effective_states": entropy(into / into.sum()).exp().item(),
         }
 

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from flash_inside.residual import linear, residual_layers
 
 ALL = slice(None)
+#: Root mean square of what a bounded residual pair adds to a row, at most: symbols of `normal(0.1, ...)` begin at 0.1.
+LARGEST_RMS = 0.35
 FEW = -5.0  # `one_word` at the beginning: 0.7 % of sentences have one word (PTB: 0.3 %)
 
 
@@ -19,17 +21,38 @@ class Linear(nn.Linear):
 
 
 class ResidualPair(nn.Module):
-    """Res(x) = relu(W2 relu(W1 x + b1) + b2) + x"""
+    """Res(x) = relu(W2 relu(W1 x + b1) + b2) + x
 
-    def __init__(self, dimension: int):
+    bounded: what is added to x is shortened if its root mean square is above LARGEST_RMS. Without, pairs in a row
+    multiply: where the weights of all of them point the same way, features grow a hundredfold at each, and a training
+    may come to features of 1e6 from weights below 1 (docs/lab/stability.md).
+    """
+
+    def __init__(self, dimension: int, bounded: bool = False):
         super().__init__()
         self.first = nn.Linear(dimension, dimension)
         self.second = nn.Linear(dimension, dimension)
+        self.bounded = bounded
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.bounded:
+            nothing = torch.zeros_like(x)
+            return shortened(self._layers(x, nothing), LARGEST_RMS * x.shape[-1] ** 0.5) + x
+        return self._layers(x, x)
+
+    def _layers(self, x: Tensor, skip: Tensor) -> Tensor:
         if x.dtype == torch.bfloat16:
-            return residual_layers(x, None, self.first.weight, self.first.bias, self.second.weight, self.second.bias)
-        return torch.relu(self.second(torch.relu(self.first(x)))) + x
+            weights = self.first.weight, self.first.bias, self.second.weight, self.second.bias
+            return residual_layers(x, None if skip is x else skip, *weights)
+        return torch.relu(self.second(torch.relu(self.first(x)))) + skip
+
+
+def shortened(x: Tensor, longest: float) -> Tensor:
+    """Shorten the rows that are longer than that: [R, d] -> [R, d]. The others stay as they are, bit for bit."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+    limit = lengths.new_full((), longest)  # a number would be divided by an inverse, and 1 would not be 1
+    return x * (limit / torch.maximum(lengths, limit)).to(x.dtype)
 
 
 class ResidualLayer(nn.Module):
@@ -88,9 +111,9 @@ def rotation(dimension: int, generator: torch.Generator) -> nn.Linear:
     return linear
 
 
-def residual_network(dimension: int, pairs: int) -> nn.Sequential:
+def residual_network(dimension: int, pairs: int, bounded: bool = False) -> nn.Sequential:
     """A linear layer and some residual pairs."""
-    return nn.Sequential(Linear(dimension, dimension), *(ResidualPair(dimension) for _ in range(pairs)))
+    return nn.Sequential(Linear(dimension, dimension), *(ResidualPair(dimension, bounded) for _ in range(pairs)))
 
 
 def root_probabilities(logits: Tensor, nonterminals: int, one_word: Tensor | None) -> Tensor:

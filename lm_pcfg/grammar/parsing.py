@@ -43,13 +43,12 @@ class Parser(NamedTuple):
     def check(self) -> None:
         """Refuse a model of a family without trees."""
         if not hasattr(self.grammar, "span_marginals"):
-            name = type(self.grammar).__name__
-            raise UserError(f"a {name} has no trees, which need a model with a grammar; `tag` prints symbols of words")
+            raise UserError("models of this family have no trees, which need a grammar; `tag` prints symbols of words")
 
     def check_has(self, method: str, what: str) -> None:
         """Refuse a grammar that lacks a method for trees."""
         if not hasattr(self.grammar, method):
-            raise UserError(f"a {type(self.grammar).__name__} has no {what}; its trees are those of parse --method mbr")
+            raise UserError(f"models of this family have no {what}; their trees are those of parse --method mbr")
 
     def encode(self, lines: Sequence[str]) -> Encoded:
         """Encode the lines of which the vocabulary makes anything, and find where the words of each stand."""

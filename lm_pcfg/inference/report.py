@@ -50,6 +50,7 @@ class Run:
     valid_tokens: int | None = None  # of the validation text, if all of its sentences have a probability
     nonterminals: int | None = None
     epochs_planned: int | None = None
+    is_bound: bool = False  # perplexities are upper bounds, as those of compound models are
     finished: bool = False
     failure: str | None = None  # why it has failed; None: it has not
     epochs: int = 0  # begun
@@ -203,6 +204,7 @@ def _add(run: Run, line: dict[str, Any], previous: dict[str, Any] | None) -> Non
     if isinstance(line.get("valid/ppl"), int | float):
         impossible = int(_number(line, "valid/impossible") or 0)
         run.unknown_share = _number(line, "valid/unknown_share")
+        run.is_bound = run.is_bound or "valid/kl" in line
         tokens = _number(line, "valid/tokens")
         run.valid_tokens = None if tokens is None or impossible else int(tokens)
         s_f1 = _number(line, "valid/s_f1")
@@ -241,6 +243,7 @@ def summary(run: Run, reach: float | None = None) -> dict[str, Any]:
         "steps": run.steps,
         "unit": run.unit,
         "best_valid_ppl": best.perplexity if best else None,
+        **({"ppl_is": "an upper bound (evidence lower bound)"} if run.is_bound else {}),
         "unknown_share": run.unknown_share,
         "best_step": best.step if best else None,
         "impossible": best.impossible if best else None,
@@ -262,17 +265,20 @@ def summary(run: Run, reach: float | None = None) -> dict[str, Any]:
 def cells(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """The summaries of runs for people: the names of the columns, and a row for each run.
 
-    Perplexities per word and per piece are in different columns: they cannot be compared.
+    Perplexities per word and per piece are in different columns: they cannot be compared. Upper bounds have a "<=".
     """
 
     def shown(line: dict[str, Any], name: str, form: str) -> str:
         return "-" if line[name] is None else format(line[name], form)
 
+    def bound(line: dict[str, Any], name: str) -> str:
+        return "<= " if "ppl_is" in line and name.endswith("ppl") and line[name] is not None else ""
+
     def per_unit(title: str, name: str, form: str) -> dict[str, Callable[[dict[str, Any]], str]]:
         """A column for each unit that the runs have; a run has its figure in that of its unit."""
 
         def of(unit: str | None) -> Callable[[dict[str, Any]], str]:
-            return lambda line: shown(line, name, form) if line["unit"] == unit else ""
+            return lambda line: bound(line, name) + shown(line, name, form) if line["unit"] == unit else ""
 
         units = sorted({line["unit"] for line in lines}, key=lambda unit: (unit is None, unit != "words"))
         return {title.format(unit[:-1] if unit else "token"): of(unit) for unit in units}

@@ -259,7 +259,7 @@ class Trainer:
             raise TrainingStopped(
                 f"{in_a_row} updates in a row were not finite (the last one: {self.steps.trouble}; "
                 f"{self.steps.weights_told()}), training stops; last checkpoint before them: "
-                f"{checkpoint.latest(self.folder.path) or 'none'}; try a lower learning rate or a longer warm-up"
+                f"{checkpoint.latest(self.folder.path) or 'none'}; try {self.steps.calmer()}"
             )
 
     def _stop_if_diverged(self) -> None:
@@ -268,8 +268,7 @@ class Trainer:
             self.saver.wait()
             raise TrainingStopped(
                 f"the training diverged: at its end, step {self.position.step}, {why}; checkpoint to go back to: "
-                f"{good_checkpoint(self.folder.path, self.position.step) or 'none'}; try a lower learning rate or a "
-                "longer warm-up"
+                f"{good_checkpoint(self.folder.path, self.position.step) or 'none'}; try {self.steps.calmer()}"
             )
 
     def _stop_agreed(self) -> bool:

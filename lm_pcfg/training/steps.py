@@ -288,6 +288,13 @@ class Steps:
             return f"all weights{whose} are finite"
         return f"weights{whose} that are not finite: {', '.join(lost)}"
 
+    def calmer(self) -> str:
+        """Say what keeps a training from diverging."""
+        ways = ["a lower learning rate", "a longer warm-up"]
+        if getattr(self.settings.model, "parameterization", "bounded") != "bounded":  # other families have none
+            ways.append("model.parameterization=bounded from the start")
+        return f"{', '.join(ways[:-1])} or {ways[-1]}"
+
     def evaluated_weights(self) -> dict[str, Tensor]:
         """Return whole tensors of the moving average, or of the weights without one; all processes take part."""
         return self.learner.gathered(self.average.weights if self.average else self.learner.local_weights())

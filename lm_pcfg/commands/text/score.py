@@ -117,7 +117,8 @@ def bounds_for_people(report: dict[str, Any]) -> str:
         bound, error = report[f"ppl_at_most_{name}"], report[f"ppl_at_most_{name}_se"]
         return f"{bound:.3f} (standard error {'-' if error is None else f'{error:.3f}'})"
 
+    samples = f"{report['samples']} {'sample' if report['samples'] == 1 else 'samples'}"
     return (
         f"perplexity at most {figure('elbo')} by the evidence lower bound, at most {figure('importance_weighted')} by "
-        f"the importance-weighted bound: estimates of upper bounds, {report['samples']} samples a line"
+        f"the importance-weighted bound: estimates of upper bounds, {samples} a line"
     )

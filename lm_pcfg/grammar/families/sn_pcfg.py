@@ -41,6 +41,7 @@ class SimplePCFG(nn.Module):
       0.15, N 2048, every symbol begins as its own left and its own right child with probability 0.90, and what is never
       used stays so; and left and right begin almost alike (log probabilities correlate by 0.83).
     - emission_temperature divides the emission's logits.
+    - parameterization "bounded": those of released, but each Res is a bounded one (`networks.ResidualPair`).
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class SimplePCFG(nn.Module):
             self.root_network = residual_network(dimension, pairs=2)
             self.root_output = nn.Parameter(torch.empty(roots, dimension))
             self.emission_network = residual_network(dimension, pairs=2)
-        elif parameterization == "released":
-            self.emission_network = residual_network(dimension, pairs=3)
+        elif parameterization in ("released", "bounded"):
+            self.emission_network = residual_network(dimension, pairs=3, bounded=parameterization == "bounded")
         else:
-            raise ValueError(f"unknown parameterization {parameterization!r}: paper or released")
+            raise ValueError(f"unknown parameterization {parameterization!r}: paper, released or bounded")
         tables = {"symbols": symbol_deviation, "start": symbol_deviation, "root_output": symbol_deviation}
         generator = torch.Generator().manual_seed(seed)
         initialise(self, init, {**tables, "words": word_deviation}, generator)

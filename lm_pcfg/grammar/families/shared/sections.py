@@ -74,7 +74,11 @@ class PCFGSection(ModelSection):
 
 class SNPCFGSection(PCFGSection):
     dimension: Count = setting(512, "dimension of the embeddings and networks")
-    parameterization: Literal["paper", "released"] = setting("paper", "networks of the paper, or of its released code")
+    parameterization: Literal["paper", "released", "bounded"] = setting(
+        "paper",
+        "networks of the paper, of its released code, or these with bounds on what a residual layer adds, so that "
+        "features cannot multiply from layer to layer",
+    )
     children: Literal["plain", "rotated"] = setting(
         "plain",
         "rotated: children have embeddings turned by a learnt matrix, so that no symbol begins as its own child",
