@@ -95,8 +95,10 @@ def _family(given: Any, overrides: list[str], where: str) -> str:
         raise SettingsError(f"{where}: model.family = {family!r} should be one of {', '.join(families.names())}")
     if family != in_file and in_file in families.names():
         own = families.section_of(family).model_fields
-        for key in [key for key in ("parameterization", "dimension") if key in model and key not in own]:
-            del model[key]
+        for key in ("parameterization", "dimension"):
+            choices = get_args(own[key].annotation) if key in own else ()
+            if key in model and (key not in own or (choices and model[key] not in choices)):
+                del model[key]
         _drop_defaults_of_others(model, family)
     return family
 

@@ -21,6 +21,7 @@ from lm_pcfg.grammar import families
 from lm_pcfg.grammar.computation import Computation, backward_through
 from lm_pcfg.grammar.dropout import Dropout, draw_kept
 from lm_pcfg.grammar.families import rank_pcfg
+from lm_pcfg.grammar.networks import LARGEST_RMS
 from lm_pcfg.settings_file import load_settings
 from lm_pcfg.storage import checkpoint
 from lm_pcfg.storage.metrics_file import read_metrics
@@ -240,6 +241,26 @@ def keeps_factors(monkeypatch):
 @pytest.fixture
 def multiplies_out(monkeypatch):
     monkeypatch.setattr(rank_pcfg, "factors_pay", lambda *_: False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bounded_networks_of_the_emission(family):
+    """The features of the paper as long as no pair adds much; else those of shortened additions. Rules stay."""
+    for deviation, same in ((1e-4, True), (5.0, False)):
+        models = [
+            make_model(family, init=f"normal({deviation}, 0.3)", parameterization=p) for p in ("paper", "bounded")
+        ]
+        for model in models:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.mul_(0.0 if name.endswith("bias") else 1.0)
+        paper, bounded = (model(Computation("fp64")) for model in models)
+        assert torch.equal(paper.emission.features, bounded.emission.features) == same
+        for name in ("root", "left", "right"):
+            assert torch.equal(getattr(paper, name), getattr(bounded, name))
+        tags = models[1].symbols[N:] if models[1].tags is None else models[1].tags
+        added = bounded.emission.features - models[1].emission_network[0](tags)  # by the two pairs
+        assert added.norm(dim=1).max() <= 2 * LARGEST_RMS * 5**0.5
 
 
 def errors_of_gradients(model, charts):

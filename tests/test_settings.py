@@ -169,6 +169,15 @@ def test_families_have_settings_of_their_own(config: Path) -> None:
     assert "'model.dimension' belongs to family sn_pcfg or" in message
 
 
+def test_another_family_keeps_the_parameterization_if_it_has_it(config: Path) -> None:
+    for name, kept in (("released", "paper"), ("bounded", "bounded")):
+        config.write_text(f"data: {{train: x}}\nmodel: {{nonterminals: 4, parameterization: {name}}}\n")
+        assert load_settings(config, ["model.family=rank_pcfg"]).model.parameterization == kept
+        assert not hasattr(load_settings(config, ["model.family=n_pcfg"]).model, "parameterization")
+    message = error_of(config, "model.family=tn_pcfg", "model.parameterization=released")
+    assert "model.parameterization = 'released' should be 'paper' or 'bounded'" in message
+
+
 def test_the_command_line_may_choose_another_family(config: Path) -> None:
     config.write_text("data: {train: x}\nmodel: {nonterminals: 4, dimension: 8, parameterization: released}\n")
     for override in ("model.family=tables", 'model.family="tables"', "model.parameterization=tables"):

@@ -99,6 +99,7 @@ class LowRankPCFG(nn.Module):
         dimension: int,
         root_over: str = "all",
         own_tags: bool = False,
+        parameterization: str = "paper",
         init: str = "xavier_normal",
         symbol_deviation: float | None = None,
         word_deviation: float | None = None,
@@ -108,6 +109,7 @@ class LowRankPCFG(nn.Module):
         """factors: (symbol embeddings [N+P, d], N, numbers of the rank symbols that take part) -> U and [V, W].
 
         own_tags: the emission has embeddings of preterminals that the rules do not see.
+        parameterization: "paper", or "bounded", whose residual pairs are bounded (`networks.ResidualPair`).
         The other arguments are those of `SimplePCFG`.
         """
         super().__init__()
@@ -118,9 +120,10 @@ class LowRankPCFG(nn.Module):
         self.tags = nn.Parameter(torch.empty(preterminals, dimension)) if own_tags else None
         self.words = nn.Parameter(torch.empty(words, dimension))
         self.factors = factors
+        bounded = parameterization == "bounded"
         self.root_network = residual_network(dimension, pairs=2)
         self.root_output = nn.Parameter(torch.empty(roots, dimension))
-        self.emission_network = residual_network(dimension, pairs=2)
+        self.emission_network = residual_network(dimension, 2, bounded)
         tables = dict.fromkeys(("start", "symbols", "tags", "root_output"), symbol_deviation)
         initialise(self, init, {**tables, "words": word_deviation}, torch.Generator().manual_seed(seed))
         if word_vectors is not None:
@@ -206,6 +209,7 @@ class LowRankFamily(PCFGFamily):
             dimension=model.dimension,
             root_over=model.root,
             own_tags=self.own_tags,
+            parameterization=model.parameterization,
             init="xavier_normal" if init.symbols is not None else init.scheme,
             symbol_deviation=init.symbols,
             word_deviation=init.words,

@@ -97,6 +97,9 @@ class SNPCFGSection(PCFGSection):
 class RankPCFGSection(PCFGSection):
     rank: Count = setting(None, "number of rank symbols, which charts are over; null: as many as the nonterminals")
     dimension: Count = setting(512, "dimension of the embeddings and networks")
+    parameterization: Literal["paper", "bounded"] = setting(
+        "paper", "networks of the paper, or these with bounds on what a residual layer of the emission adds"
+    )
     init: InitField = setting(
         Init(),
         "xavier_normal, xavier_uniform, or standard deviations of the embeddings: normal(symbols, words), or "
