@@ -174,8 +174,10 @@ def _effective_number(weights: Tensor) -> float:
 
 
 def summary(rules: AnyRules, emission: Emission) -> dict[str, float]:
-    """Figures that tell early whether symmetry breaks, mean entropies (nats) and effective numbers of symbols, or
-    whether a training explodes."""
+    """Figures that tell early whether symmetry breaks: mean entropies (nats) and effective numbers of symbols.
+
+    The longest feature tells whether a training explodes.
+    """
     n, (left, right) = rules.nonterminals, Children.of(rules)
     children = (left.mean() + right.mean()) / 2  # [N+P] as used by an average parent
     return {

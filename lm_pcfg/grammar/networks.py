@@ -36,15 +36,15 @@ class ResidualPair(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bounded:
-            nothing = torch.zeros_like(x)
-            return shortened(self._layers(x, nothing), LARGEST_RMS * x.shape[-1] ** 0.5) + x
-        return self._layers(x, x)
+            added = self._layers(x, torch.zeros_like(x))
+            return shortened(added, LARGEST_RMS * x.shape[-1] ** 0.5) + x
+        return self._layers(x, None)
 
-    def _layers(self, x: Tensor, skip: Tensor) -> Tensor:
+    def _layers(self, x: Tensor, skip: Tensor | None) -> Tensor:
+        """relu(W2 relu(W1 x + b1) + b2) + skip, where None is x"""
         if x.dtype == torch.bfloat16:
-            weights = self.first.weight, self.first.bias, self.second.weight, self.second.bias
-            return residual_layers(x, None if skip is x else skip, *weights)
-        return torch.relu(self.second(torch.relu(self.first(x)))) + skip
+            return residual_layers(x, skip, self.first.weight, self.first.bias, self.second.weight, self.second.bias)
+        return torch.relu(self.second(torch.relu(self.first(x)))) + (x if skip is None else skip)
 
 
 def shortened(x: Tensor, longest: float) -> Tensor:

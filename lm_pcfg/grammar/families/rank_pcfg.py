@@ -120,10 +120,9 @@ class LowRankPCFG(nn.Module):
         self.tags = nn.Parameter(torch.empty(preterminals, dimension)) if own_tags else None
         self.words = nn.Parameter(torch.empty(words, dimension))
         self.factors = factors
-        bounded = parameterization == "bounded"
         self.root_network = residual_network(dimension, pairs=2)
         self.root_output = nn.Parameter(torch.empty(roots, dimension))
-        self.emission_network = residual_network(dimension, 2, bounded)
+        self.emission_network = residual_network(dimension, pairs=2, bounded=parameterization == "bounded")
         tables = dict.fromkeys(("start", "symbols", "tags", "root_output"), symbol_deviation)
         initialise(self, init, {**tables, "words": word_deviation}, torch.Generator().manual_seed(seed))
         if word_vectors is not None:
